@@ -20,6 +20,8 @@ class Options:
         "folders of runs, or of studies (default: the runs in runs/, or those of its only study)",
         positional=True)] = ()
     baseline: Annotated[str | None, Option("run that times are relative to (default: the first)")] = None
+    val: Annotated[str | None, Option(
+        "a name in the runs' --data.val_sources: draw the losses on that text")] = None
     formats: Annotated[tuple[str, ...], Option(
         "more formats to write besides that of --out, such as pdf svg")] = ("pdf",)
     out: Annotated[str, Option("figure to write; the table goes next to it as JSON")] = "curves.png"
@@ -28,7 +30,7 @@ class Options:
 
 def run(options: Options) -> None:
     folders = find_runs(options.runs)
-    rows = draw_curves(folders, options.out, options.baseline, options.formats, attention_form)
+    rows = draw_curves(folders, options.out, options.baseline, options.formats, attention_form, options.val)
     table = Path(options.out).with_suffix(".json")
     with write_errors(table):
         write_json(table, {"runs": [str(folder) for folder in folders], "time_to_loss": rows})

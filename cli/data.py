@@ -29,7 +29,7 @@ def report(dataset: Dataset, seconds: float) -> str:
         ("tokenizer", f"{about['tokenizer']}, {about['vocab_size']:,} tokens"),
         *((name, _counts(about[name])) for name in ("train", "val")),
         *((("left out", f"{empty:,} empty documents"),) if empty else ()),
-        *((("not read", dataset.corpus.left_out),) if dataset.corpus.left_out else ()),
+        *(("not read", part.corpus.left_out) for part in dataset.parts if part.corpus.left_out),
         ("split", about["split"]),
         ("blocks", f"of {about['seq_len']:,} tokens and the next one"),
         ("bytes/token", f"{dataset.bytes_per_token:.2f} (validation)"),

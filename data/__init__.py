@@ -11,6 +11,7 @@ from lingpt.data.dataset import (
     prepare,
     vocab_size,
 )
+from lingpt.data.mixture import Blocks
 from lingpt.data.ngram import baseline_loss, bigram_loss
 from lingpt.data.packing import Batch, PackedDocuments
 from lingpt.data.stream import PackedDataset
@@ -19,6 +20,7 @@ from lingpt.data.tokenizer import Tokenizer, load_tokenizer
 __all__ = [
     "Batch",
     "BatchSampler",
+    "Blocks",
     "DataConfig",
     "Dataset",
     "PackedDataset",

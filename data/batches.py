@@ -11,22 +11,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
+from lingpt.data.mixture import Blocks
 from lingpt.data.packing import Batch
-from lingpt.data.stream import PackedDataset
 
-_FEISTEL_ROUNDS = 6
 AHEAD = 3  # micro-batches that are read before they are asked for
 
 
 class BatchSampler:
     """The order of training: every epoch visits every block once, in its own order; a batch may straddle two.
 
-    The order is a keyed Feistel permutation with cycle walking (Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains"): constant work per sample, and the same on every machine and with every library
-    version.
+    The order is that of `blocks.sample`: constant work per sample.
     """
 
-    def __init__(self, blocks: PackedDataset, seed: int, global_batch_size: int) -> None:
+    def __init__(self, blocks: Blocks, seed: int, global_batch_size: int) -> None:
         self.blocks, self.seed, self.global_batch_size = blocks, seed, global_batch_size
 
     def indices(self, step: int) -> list[int]:
@@ -43,9 +40,8 @@ class BatchSampler:
         return max(1, self.blocks.num_targets(self._blocks_at(step, range(self.global_batch_size))))
 
     def _blocks_at(self, step: int, positions: Sequence[int]) -> np.ndarray:
-        sample = step * self.global_batch_size + np.asarray(positions, dtype=np.int64)
-        epoch, index = np.divmod(sample, len(self.blocks))
-        return permute(index, len(self.blocks), self.seed, epoch)
+        numbers = step * self.global_batch_size + np.asarray(positions, dtype=np.int64)
+        return self.blocks.sample(numbers, self.seed)
 
 
 class Prefetcher:
@@ -86,30 +82,3 @@ class Prefetcher:
     def _read(self, step: int, number: int) -> torch.Tensor | Batch:
         block = self._batches.get(step, self._micro_batches[number])
         return block.pin_memory() if self._pin else block
-
-
-def permute(index: np.ndarray, n: int, seed: int, epoch: np.ndarray) -> np.ndarray:
-    """Sends each `index` in 0..n-1 to one of 0..n-1, one to one for each (seed, epoch); int64."""
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    key = _mix(_mix(np.full(index.shape, seed % 2**64, dtype=np.uint64)) + epoch.astype(np.uint64))
-    x = _feistel(index.astype(np.uint64), key, half)
-    while (outside := x >= n).any():  # 4^half < 4n, so a few iterations suffice
-        x[outside] = _feistel(x[outside], key[outside], half)
-    return x.astype(np.int64)
-
-
-def _feistel(x: np.ndarray, key: np.ndarray, half: int) -> np.ndarray:
-    """A keyed permutation of the numbers of 2·half bits, element by element."""
-    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    left, right = x >> bits, x & mask
-    for i in range(_FEISTEL_ROUNDS):
-        left, right = right, left ^ (_mix(key + (right << np.uint64(8)) + np.uint64(i)) & mask)
-    return (left << bits) | right
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's output function (Steele, Lea and Flood 2014), modulo 2^64."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -75,11 +75,13 @@ def token_cache(
     tokenizer: Tokenizer,
     cache_dir: Path,
     *,
-    val_fraction: float,
+    val_fraction: float | None,
     num_workers: int | None = None,
     progress: bool = True,
 ) -> TokenCache:
     """The entry of `corpus` under `tokenizer`, written now if it does not exist.
+
+    val_fraction: of the documents, held out if the corpus has no validation split; None for no document.
 
     Raises:
         UserError: from the corpus; or if a split got no documents, or the disk cannot be written
@@ -244,7 +246,7 @@ def split_by_content(
 def _check_filled(corpus: Corpus, train: StreamWriter, val: StreamWriter) -> None:
     if not train.documents + val.documents:
         raise UserError(
-            f"{corpus.name} holds no documents: give JSONL with a text on every line, or text files"
+            f"{corpus.name} holds no documents: give JSONL or Parquet with a text in every row, or text files"
         )
     if not train.documents and val.documents > 1:
         raise UserError(
@@ -256,7 +258,7 @@ def _check_filled(corpus: Corpus, train: StreamWriter, val: StreamWriter) -> Non
             f"{corpus.name} holds only {val.documents} document(s), too few to hold one out for validation: "
             "give more, or documents to validate on with --data.val_source"
         )
-    if not val.documents:
+    if not val.documents and corpus.val:
         raise UserError(
             f"the validation files of {corpus.name} hold no documents: give others as --data.val_source"
         )

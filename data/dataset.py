@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import cache_dir, write_errors
@@ -15,6 +15,7 @@ from lingpt.data.corpus import TEXT_KEY, Corpus
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.files import files_corpus, find_files, whole_corpus
 from lingpt.data.hub import HUB, hub_corpus, is_saved, saved_corpus
+from lingpt.data.mixture import Mixture, parse_mixture
 from lingpt.data.paths import expand
 from lingpt.data.stream import PackedDataset
 from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, find_tokenizer, load_tokenizer
@@ -31,7 +32,8 @@ class DataConfig:
         "embedded (source of Python's standard library; no network), wiki40b (English, from the Hugging Face "
         "hub), hf:owner/name[:config[:split]] (any data set of the hub), a folder saved by `save_to_disk` of "
         "`datasets`, or the path, folder or glob of JSONL (.jsonl, .gz, .xz, .zst), Parquet or text files "
-        "(.txt, each one document)")] = "embedded"
+        "(.txt, each one document). `a*0.7,b*0.3` is a mixture of two, with their shares of the samples"
+    )] = "embedded"
     tokenizer: Annotated[str | None, Option(
         "a tokenizer.json, a folder that holds one, or a name on the hub; by default a small BPE trained on "
         "the embedded corpus")] = None
@@ -43,6 +45,8 @@ class DataConfig:
         "what to validate on, named as source is: the validation split of a data set that has one, else all "
         "of it; by default the source's own validation split if it has one, else the documents whose hash "
         "lies in the lowest val_fraction")] = None
+    val_sources: Annotated[str | None, Option(
+        "further texts to validate on, each reported apart: name=source,name=source")] = None
     text_key: Annotated[str, Option(
         "the field of JSONL, or the column of Parquet and of data sets, that holds the text; `a.b` is b in a"
     )] = TEXT_KEY
@@ -60,41 +64,82 @@ class DataConfig:
     # fmt: on
 
 
+class Part(NamedTuple):
+    """A source with its tokens. share: of the samples, in millionths."""
+
+    corpus: Corpus
+    cache: TokenCache
+    share: int
+    train: PackedDataset
+    val: PackedDataset
+
+    def record(self) -> dict[str, Any]:
+        """Source, split, hashes; documents, tokens, bytes, blocks per split."""
+        manifest = self.cache.manifest
+        splits = {"train": self.train, "val": self.val}
+        return {
+            **manifest,
+            "source": self.corpus.name,  # the manifest names the source that wrote this entry first
+            "split": self.corpus.rule,
+            **{name: {**manifest[name], "blocks": len(blocks)} for name, blocks in splits.items()},
+            "cache": str(self.cache.folder),
+        }
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Blocks of tokens to train and to validate on, and the tokenizer that made them.
 
     `fingerprint` identifies every token of every block: datasets with the same one give the same training.
+    `val_sources` are further texts to validate on, by name; `parts` are the sources of a mixture, or the one
+    source.
     """
 
-    train: PackedDataset
-    val: PackedDataset
+    train: PackedDataset | Mixture
+    val: PackedDataset | Mixture
     tokenizer: Tokenizer
     fingerprint: str
-    corpus: Corpus
-    cache: TokenCache
+    parts: tuple[Part, ...]
+    val_sources: dict[str, PackedDataset]
 
-    def describe(self) -> dict:
-        """The run's record of its data: source, split, hashes; documents, tokens, bytes, blocks per split."""
-        splits = {
-            name: {**self.cache.manifest[name], "blocks": len(blocks)}
-            for name, blocks in (("train", self.train), ("val", self.val))
-        }
+    def describe(self) -> dict[str, Any]:
+        """The run's record of its data: that of its source, or of each source of a mixture and their sums."""
+        records = [part.record() for part in self.parts]
+        about = dict(records[0])
+        if len(records) > 1:
+            about["source"] = ",".join(f"{part.corpus.name}*{part.share / 1e6:g}" for part in self.parts)
+            shares = [part.share for part in self.parts]
+            about["content_hash"] = _hash([[record["content_hash"] for record in records], shares])
+            for split in ("train", "val"):
+                about[split] = {key: sum(r[split][key] for r in records) for key in records[0][split]}
+            about["sources"] = records
         return {
-            **self.cache.manifest,
-            "source": self.corpus.name,  # the manifest names the source that wrote this entry first
-            "split": self.corpus.rule,
-            **splits,
+            **about,
+            # The entry's name is a hash of text and tokenizer.
+            "val_sources": {
+                name: {"entry": blocks.path.parent.name, "tokens": blocks.stream_length}
+                for name, blocks in self.val_sources.items()
+            },
             "vocab_size": self.tokenizer.vocab_size,
             "seq_len": self.train.seq_len,
             "fingerprint": self.fingerprint,
-            "cache": str(self.cache.folder),
         }
 
     @property
     def bytes_per_token(self) -> float:
         """UTF-8 bytes per validation token: bits per byte are nats per token / (this · ln 2)."""
-        return self.cache.manifest["val"]["bytes"] / self.cache.manifest["val"]["tokens"]
+        counts = [(part.share, part.cache.manifest["val"]) for part in self.parts]
+        ratios = [share * count["bytes"] / count["tokens"] for share, count in counts]
+        return sum(ratios) / sum(share for share, _ in counts)
+
+    def repetitions(self, samples: int) -> str | None:
+        """The line on how often each source is read by so many training samples; None if none repeats."""
+        whole = sum(part.share for part in self.parts)
+        reads = [samples * part.share / whole / len(part.train) for part in self.parts]
+        if max(reads) <= 1:
+            return None
+        each = [f"{part.corpus.name} {read:.3g} times" for part, read in zip(self.parts, reads, strict=True)]
+        return f"the text repeats: this run reads {', '.join(each)}"
 
 
 def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progress: bool = True) -> Dataset:
@@ -108,32 +153,68 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
         UserError: one line that says what is wrong and how to fix it
     """
     check_options(config, "data.")
-    folder = _cache_folder(config)
+    folder, shares, named = _cache_folder(config), parse_mixture(config.source), val_sources(config)
     tokenizer = _tokenizer(config)
     if padded_vocab_size is not None:
         tokenizer.check_fits(padded_vocab_size)
-    corpus = open_corpus(config.source, config.val_source, folder, config.text_key)
-    cache = token_cache(
-        corpus,
-        tokenizer,
-        folder,
-        val_fraction=config.val_fraction,
-        num_workers=config.num_workers,
-        progress=progress,
-    )
-    end, decides = None, [cache.folder.name, config.seq_len]
-    if config.packing == "documents":
-        end, decides = tokenizer.eos_id, [*decides, config.packing]
-    train, val = (_blocks(corpus.name, cache, split, config.seq_len, end) for split in ("train", "val"))
-    fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
-    return Dataset(train, val, tokenizer, fingerprint[:16], corpus, cache)
+
+    def cached(corpus: Corpus, val_fraction: float | None) -> TokenCache:
+        return token_cache(
+            corpus,
+            tokenizer,
+            folder,
+            val_fraction=val_fraction,
+            num_workers=config.num_workers,
+            progress=progress,
+        )
+
+    end = tokenizer.eos_id if config.packing == "documents" else None
+    parts = []
+    for source, share in shares.items():
+        corpus = open_corpus(source, config.val_source, folder, config.text_key)
+        cache = cached(corpus, config.val_fraction)
+        splits = (_blocks(corpus.name, cache, split, config.seq_len, end) for split in ("train", "val"))
+        parts.append(Part(corpus, cache, share, *splits))
+    others = {}
+    for name, source in named.items():
+        cache = cached(validation_corpus(source, folder, config.text_key), None)
+        others[name] = _blocks(source, cache, "train", config.seq_len, end)
+    train: PackedDataset | Mixture = parts[0].train
+    val: PackedDataset | Mixture = parts[0].val
+    decides: list[Any] = [parts[0].cache.folder.name, config.seq_len]
+    if len(parts) > 1:
+        weights = list(shares.values())
+        train = Mixture([part.train for part in parts], weights)
+        val = val if config.val_source else Mixture([part.val for part in parts], weights)
+        decides = [[part.cache.folder.name for part in parts], weights, config.seq_len]
+    decides += [config.packing] if end is not None else []
+    return Dataset(train, val, tokenizer, _hash(decides)[:16], tuple(parts), others)
+
+
+def val_sources(config: DataConfig) -> dict[str, str]:
+    """The texts of `--data.val_sources` by name; one without a name has its own. UserError for a name given
+    twice."""
+    found: dict[str, str] = {}
+    for text in config.val_sources.split(",") if config.val_sources else ():
+        name, _, source = text.strip().rpartition("=")
+        if (name or source) in found:
+            raise UserError(f"--data.val_sources names {name or source!r} twice: give each text its own name")
+        found[name or source] = source
+    return found
+
+
+def _hash(values: object) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def content_hashes(config: DataConfig) -> dict[str, str]:
     """`content_hash` and `tokenizer_hash`, as in a run's record, of what is at `config`'s paths now, without
     tokenising. Raises UserError."""
-    corpus = open_corpus(config.source, config.val_source, _cache_folder(config), config.text_key)
-    return {"content_hash": corpus.content_hash, "tokenizer_hash": _tokenizer(config).hash}
+    shares, folder = parse_mixture(config.source), _cache_folder(config)
+    corpora = [open_corpus(source, config.val_source, folder, config.text_key) for source in shares]
+    hashes = [corpus.content_hash for corpus in corpora]
+    content_hash = hashes[0] if len(hashes) == 1 else _hash([hashes, list(shares.values())])
+    return {"content_hash": content_hash, "tokenizer_hash": _tokenizer(config).hash}
 
 
 def _cache_folder(config: DataConfig) -> Path:
@@ -227,11 +308,15 @@ def _open(source: str, cache_dir: Path | None, text_key: str) -> Corpus:
 def find_data(config: DataConfig) -> str:
     """Where the data of `config` is, in words, without reading or downloading it. UserError if a file is
     missing."""
-    if config.val_source:
-        _find(config.val_source)
+    for source in filter(None, [config.val_source, *val_sources(config).values()]):
+        _find(source)
     if config.tokenizer:
         find_tokenizer(config.tokenizer)
-    return _find(config.source)
+    shares = parse_mixture(config.source)
+    found = [_find(source) for source in shares]
+    if len(found) == 1:
+        return found[0]
+    return "; ".join(f"{source}: {where}" for source, where in zip(shares, found, strict=True))
 
 
 def _find(source: str) -> str:

@@ -9,8 +9,9 @@ MAX_TRAIN_TOKENS = 50_000_000  # time and memory grow with it
 
 
 def baseline_loss(dataset: Dataset, num_blocks: int | None = None) -> float | None:
-    """`bigram_loss` if the corpus has `Corpus.bigram_baseline`, and blocks to compare with; else None."""
-    compares = dataset.corpus.bigram_baseline and not isinstance(dataset.val, PackedDocuments)
+    """`bigram_loss` if the only source has `Corpus.bigram_baseline`, and blocks to compare; else None."""
+    part, *more = dataset.parts
+    compares = part.corpus.bigram_baseline and not more and not isinstance(part.val, PackedDocuments)
     return bigram_loss(dataset, num_blocks=num_blocks) if compares else None
 
 
@@ -26,12 +27,13 @@ def bigram_loss(dataset: Dataset, *, num_blocks: int | None = None) -> float:
     once and twice. Every target has its predecessor, also the first of a block.
 
     Args:
+        dataset: of one source
         num_blocks: how many validation blocks, from the first on, to use (all by default)
     """
-    vocab = dataset.tokenizer.vocab_size
-    train = dataset.train.stream(0, MAX_TRAIN_TOKENS)
-    blocks = len(dataset.val) if num_blocks is None else min(num_blocks, len(dataset.val))
-    val = dataset.val.stream(0, blocks * dataset.val.seq_len + 1)
+    vocab, part = dataset.tokenizer.vocab_size, dataset.parts[0]
+    train = part.train.stream(0, MAX_TRAIN_TOKENS)
+    blocks = len(part.val) if num_blocks is None else min(num_blocks, len(part.val))
+    val = part.val.stream(0, blocks * part.val.seq_len + 1)
 
     unigram = (np.bincount(train, minlength=vocab) + 1) / (len(train) + vocab)
     pairs, counts = np.unique(train[:-1] * vocab + train[1:], return_counts=True)

@@ -59,7 +59,7 @@ class PackedDocuments(PackedDataset):
         counts = np.bincount(sequence)
         self._first = np.concatenate(([0], np.cumsum(counts)))  # of each sequence's pieces
         self._targets = np.add.reduceat(self._lengths, self._first[:-1]) if len(counts) else counts
-        self._most = 1 + max(counts, default=0)  # the last may be what is left empty
+        self.most = 1 + max(counts, default=0)  # the last may be what is left empty
 
     def _document_ends(self) -> np.ndarray:
         """Where the stream's documents end, after their last token."""
@@ -92,7 +92,7 @@ class PackedDocuments(PackedDataset):
                 at += length
             if at < N:
                 borders.append(row * N + at)
-        cu_seqlens = np.full(B * self._most + 1, B * N, dtype=np.int32)
+        cu_seqlens = np.full(B * self.most + 1, B * N, dtype=np.int32)
         cu_seqlens[: len(borders)] = borders
         return Batch(*map(torch.from_numpy, (idx, targets, cu_seqlens)))
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lingpt.common.errors import UserError, one_line
+from lingpt.data.order import permute
 from lingpt.data.tokens import Encoded
 
 ROWS = 1 << 20  # tokens of a record batch, the largest contiguous view
@@ -66,6 +67,11 @@ class PackedDataset:
     def num_targets(self, indices: Sequence[int] | np.ndarray) -> int:
         """How many tokens of the blocks `indices` the loss is a sum over."""
         return len(indices) * self.seq_len
+
+    def sample(self, numbers: np.ndarray, seed: int) -> np.ndarray:
+        """The blocks of the training samples `numbers`, int64, counted from 0 over all epochs."""
+        epoch, index = np.divmod(numbers, len(self))
+        return permute(index, len(self), seed, epoch)
 
     def stream(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` of the stream, fewer at its end: int64 `[stop - start]`."""

@@ -38,8 +38,10 @@ def draw_curves(
     baseline: str | None = None,
     formats: Sequence[str] = (),
     form_of: Form = without_options,
+    val: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Draws loss against time, tokens and steps into `out`; returns the table of `time_to_loss`.
+    """Draws loss against time, tokens and steps into `out`; returns the table of `time_to_loss`, of the runs
+    that were validated on the baseline's text.
 
     Runs that differ only in their seed are one curve, their mean, with a band from the lowest to the highest.
 
@@ -47,18 +49,20 @@ def draw_curves(
         baseline: the run, or its attention, that times are relative to; by default the first.
         formats: also write the figure next to `out` with these suffixes, such as `svg`, `pdf`.
         form_of: names a run's attention with its options; by default without them.
+        val: which of `--data.val_sources` the validation losses are of; by default the runs' own validation.
 
     Raises UserError, before anything is read, for a folder as `out` and for an unknown format.
     """
     paths = figure_paths(Path(out), formats)
-    curves = mean_over_seeds(read_curves(run_folders, form_of))
+    curves = mean_over_seeds(read_curves(run_folders, form_of, val))
     base = find_curve(curves, baseline) if baseline else 0
     if differ := different_texts(curves):
         print(differ, file=sys.stderr)
     figure = draw(curves)
     for path in paths:
         save_figure(figure, path)
-    return time_to_loss(curves, base)
+    alike = [i for i, curve in enumerate(curves) if curve.text in ("", curves[base].text)]
+    return time_to_loss([curves[i] for i in alike], alike.index(base))
 
 
 def draw(curves: list[Curve], timed: bool = True) -> Any:

@@ -86,12 +86,18 @@ def without_options(attention: str | Sequence[str], model: dict[str, Any]) -> st
     return attention_label(attention)
 
 
-def read_curve(run_folder: str | Path, form_of: Form = without_options) -> Curve:
-    """A run's curve. Raises UserError if the folder has no losses, or its recipe is damaged."""
+def read_curve(run_folder: str | Path, form_of: Form = without_options, val: str | None = None) -> Curve:
+    """A run's curve. Raises UserError if the folder has no losses, or its recipe is damaged.
+
+    val: which of the run's `--data.val_sources` the validation losses are of; by default its own validation.
+    """
     folder, path = Path(run_folder), _from_root(run_folder)
     points: dict[str, dict[float, tuple[float, ...]]] = {"train": {}, "val": {}}  # the last line of each step
     skipped: list[tuple[float, float]] = []
     for line in read_metrics(folder):
+        if val and line["kind"] == "val":
+            losses = line.get("losses")
+            line = {**line, "loss": losses.get(val) if isinstance(losses, dict) else None}
         if line["kind"] in ("train", "val"):
             point = [line.get(key) for key in ("step", "train_time", "loss")]
             numbers = tuple(x for x in point if isinstance(x, int | float) and math.isfinite(x))
@@ -100,22 +106,30 @@ def read_curve(run_folder: str | Path, form_of: Form = without_options) -> Curve
                 points[line["kind"]][numbers[0]] = (*numbers, tokens if type(tokens) is int else math.nan)
         if line.get("skipped") is True and type(line.get("train_time")) in (int, float):
             skipped.append((line["step"], line["train_time"]))
+    if val and not points["val"]:
+        raise UserError(f"{folder} was not validated on {val!r}: its --data.val_sources have other names")
     if not points["train"] and not points["val"]:
         raise UserError(f"no losses in {folder}: it is not a run folder, or its {METRICS} is empty")
     model, attention = read_model(folder) if (folder / CONFIG).exists() else ("", path.name)
-    train, val = (np.array(sorted(rows.values())).reshape(-1, 4) for rows in points.values())
+    train, validated = (np.array(sorted(rows.values())).reshape(-1, 4) for rows in points.values())
     skips = np.array(skipped, dtype=float).reshape(-1, 2)
     config = read_config(folder) if (folder / CONFIG).exists() else {}
     name, form = attention_label(attention), form_of(attention, config.get("model", {}))
     data, hardware = read_environment(folder, "data"), read_environment(folder, "hardware")
     fingerprint = str(data.get("fingerprint", ""))
     about = (path.name, model, name, form, form)
-    return Curve(*about, train, val, skips, config, hardware, fingerprint, _text(data, config), folder=path)
+    text = _text(data, config, val)
+    return Curve(*about, train, validated, skips, config, hardware, fingerprint, text, folder=path)
 
 
-def _text(data: dict[str, Any], config: dict[str, Any]) -> str:
+def _text(data: dict[str, Any], config: dict[str, Any], val: str | None) -> str:
     """What identifies the validation text of a run, from its record; the data's fingerprint where the record
-    has no more, empty if it has none."""
+    has no more, empty if it has none. val: of `read_curve`."""
+    if val:
+        named = data.get("val_sources")
+        return str(
+            [named.get(val) if isinstance(named, dict) else None, config.get("train", {}).get("eval_tokens")]
+        )
     split, settings = data.get("val"), config.get("train")
     if not isinstance(split, dict) or not isinstance(settings, dict):
         return str(data.get("fingerprint", ""))
@@ -166,11 +180,13 @@ def _from_root(path: str | Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def read_curves(run_folders: Sequence[str | Path], form_of: Form = without_options) -> list[Curve]:
+def read_curves(
+    run_folders: Sequence[str | Path], form_of: Form = without_options, val: str | None = None
+) -> list[Curve]:
     """The curves of the runs that have losses; the others are named on stderr. UserError if none has."""
     if not run_folders:
         raise UserError("no runs to draw: name their folders, such as runs/demo-ours runs/demo-softmax")
-    return skip_failing(lambda folder: read_curve(folder, form_of), run_folders)
+    return skip_failing(lambda folder: read_curve(folder, form_of, val), run_folders)
 
 
 def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:

@@ -138,7 +138,7 @@ class TrainConfig:
 
 
 # Where the data is; its fingerprint identifies it.
-DATA_PATHS = {"data.source", "data.val_source", "data.tokenizer"}
+DATA_PATHS = {"data.source", "data.val_source", "data.val_sources", "data.tokenizer"}
 
 # Keys that may differ between the processes of a run: where each machine has its copy of the data, and how it
 # tokenises it.

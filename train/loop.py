@@ -24,7 +24,7 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.common.format import duration
 from lingpt.common.run_folder import PROFILE, read_metrics
-from lingpt.data import Batch, BatchSampler, Dataset, Prefetcher
+from lingpt.data import Batch, BatchSampler, Blocks, Dataset, Prefetcher
 from lingpt.models import Config
 from lingpt.train import report
 from lingpt.train.compilation import compiles
@@ -228,27 +228,31 @@ class Run:
         trained, speed: parts of the printed line, on training. saved: the step's checkpoint exists already,
         and gets the loss. UserError on all ranks if its disk cannot be written.
         """
-        val, step = self.validate(stop), self.progress.step
-        if val is None:
+        step, others = self.progress.step, self.dataset.val_sources
+        val, *more = self.validate(stop), *(self.validate(stop, blocks) for blocks in others.values())
+        if val is None or None in more:
             print_rank0("the validation is left for when the run is resumed")
             return False
-        print_rank0(f"step {step}/{self.total_steps} · {trained}validation {val:.4f}{speed}")
+        losses = dict(zip(others, more, strict=True))
+        each = "".join(f", {name} {loss:.4f}" for name, loss in losses.items())
+        print_rank0(f"step {step}/{self.total_steps} · {trained}validation {val:.4f}{each}{speed}")
         if saved:  # before the log, whose line marks this validation as done
             self.parallel.on_rank_zero(lambda: checkpoint.add_val_loss(self.folder, step, val))
             self.best = self.parallel.on_rank_zero(lambda: checkpoint.best_loss(self.folder))
-        self.log("val", loss=val)
+        self.log("val", loss=val, **({"losses": losses} if losses else {}))
         self.val_loss = val
         return True
 
     @torch.no_grad()
-    def validate(self, stop: Stop) -> float | None:
-        """Nats per token on the first validation blocks, always the same ones; None if stopped."""
+    def validate(self, stop: Stop, blocks: Blocks | None = None) -> float | None:
+        """Nats per token on the first of `blocks`, by default the validation's, always the same ones; None if
+        stopped."""
         if stop.agreed:
             return None
-        val, parallel = self.dataset.val, self.parallel
+        val, parallel = blocks or self.dataset.val, self.parallel
         loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=parallel.device), 0.0
-        blocks = self.recipe.validation_blocks(len(val))
-        batches = list(parallel.micro_batches(blocks, self.recipe.train.micro_batch_size))
+        used = self.recipe.validation_blocks(len(val))
+        batches = list(parallel.micro_batches(used, self.recipe.train.micro_batch_size))
         for batch, counts in progress_bar(batches, desc="validation", leave=False):
             loss = self.model(parallel.to_device(val.gather(batch)))
             if counts:

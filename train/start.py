@@ -109,6 +109,8 @@ def _start(
     # A run that has already done more steps than requested trains nothing and keeps its record.
     if resume_from is None or checkpoint.load_manifest(resume_from)["step"] <= recipe.total_steps:
         record_start(recipe, machine, dataset.describe(), kernels)
+    if said := dataset.repetitions(recipe.total_steps * recipe.train.global_batch_size):
+        print_rank0(said)
     if init_from and (differ := other_tokens_message(init_from, dataset.tokenizer)):
         print_rank0(differ)
     return resume_from, init_from

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lingpt.data import BatchSampler
+from lingpt.data import BatchSampler, PackedDataset
 
 
 class Rows:
@@ -14,6 +14,8 @@ class Rows:
 
     def __init__(self, n: int) -> None:
         self.n = n
+
+    sample = PackedDataset.sample
 
     def __len__(self) -> int:
         return self.n

@@ -58,7 +58,7 @@ def test_the_stream_is_every_document_and_its_end(config, texts, tokenizer, monk
     expected = [i for text in texts(400) for i in [*tokenizer.encode(text), tokenizer.eos_id]]
     assert dataset.train.stream(0, 10**9).tolist() == expected
     assert dataset.train.stream(50, 60).tolist() == expected[50:60]
-    assert dataset.cache.manifest["train"] == {
+    assert dataset.parts[0].cache.manifest["train"] == {
         "documents": 400,
         "tokens": len(expected),
         "bytes": sum(len(t.encode()) for t in texts(400)),
@@ -118,7 +118,10 @@ def test_the_same_data_is_tokenised_once(config, monkeypatch):
     assert prepare(config, progress=False).fingerprint == first.fingerprint
     config.seq_len = 64
     longer = prepare(config, progress=False)
-    assert longer.cache.folder == first.cache.folder and longer.fingerprint != first.fingerprint
+    assert (
+        longer.parts[0].cache.folder == first.parts[0].cache.folder
+        and longer.fingerprint != first.fingerprint
+    )
     copy = Path(config.source).with_name("copy.jsonl")
     copy.write_bytes(Path(config.source).read_bytes())
     config.source, config.seq_len = str(copy), 32
@@ -171,8 +174,8 @@ def test_a_killed_preparation_leaves_nothing_that_passes_for_whole(config, start
     (left_over,) = entries(config)
     assert left_over.startswith(".")
     dataset = prepare(config, progress=False)
-    assert entries(config) == [dataset.cache.folder.name]
-    assert dataset.cache.manifest["train"]["documents"] == 400
+    assert entries(config) == [dataset.parts[0].cache.folder.name]
+    assert dataset.parts[0].cache.manifest["train"]["documents"] == 400
 
 
 def test_two_processes_at_once_do_the_work_once(config, start_script):
@@ -208,7 +211,7 @@ def test_a_disk_without_locks_is_said_and_the_first_entry_stays(config, monkeypa
     first, make = [], cache._make
     monkeypatch.setattr("fcntl.flock", flock)
     monkeypatch.setattr(cache, "_make", make_twice)
-    folder = prepare(config).cache.folder
+    folder = prepare(config).parts[0].cache.folder
     said = capsys.readouterr().err
     assert f"knows no locks ({os.strerror(number)})" in said and "lingpt data" in said
     assert entries(config) == [f".{folder.name}.third.partial", folder.name]
@@ -278,7 +281,7 @@ def test_a_source_that_changes_after_it_is_hashed_leaves_nothing(config, monkeyp
         with pytest.raises(UserError, match=rf"{name} changed after it was hashed"):
             prepare(config, progress=False)
     assert entries(config) == []
-    assert prepare(config, progress=False).cache.manifest[path.stem]["documents"] in (401, 6)
+    assert prepare(config, progress=False).parts[0].cache.manifest[path.stem]["documents"] in (401, 6)
 
 
 def test_an_interruption_leaves_nothing(config, monkeypatch):
@@ -299,7 +302,7 @@ def test_a_flipped_bit_is_noticed_when_its_tokens_are_read(config, monkeypatch, 
     """In the tokens, or in Arrow's headers between them: the folder to delete, once; or all is as it was."""
     monkeypatch.setattr("lingpt.data.stream.ROWS", 1000)
     dataset = prepare(config, progress=False)
-    folder, whole = dataset.cache.folder, dataset.train.stream(0, 10**9)
+    folder, whole = dataset.parts[0].cache.folder, dataset.train.stream(0, 10**9)
     content = bytearray((folder / "train.arrow").read_bytes())
     content[where + 700] ^= 16
     (folder / "train.arrow").write_bytes(content)
@@ -334,7 +337,7 @@ def test_a_record_batch_is_checked_once_and_only_when_it_is_read(config, monkeyp
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"train": 3}', b"\xff\xfe", "a digit", "gone"])
 def test_a_damaged_manifest_is_named(config, damage):
-    folder = prepare(config, progress=False).cache.folder
+    folder = prepare(config, progress=False).parts[0].cache.folder
     path = folder / "manifest.json"
     if damage == "a digit":
         manifest = json.loads(path.read_text())
@@ -352,7 +355,7 @@ def test_a_damaged_manifest_is_named(config, damage):
 def test_a_manifest_without_a_checksum_is_named_whatever_its_types(config, key, value):
     """Guards: a traceback where a text, a list or a huge number stood, in a manifest as version 0.1 wrote it,
     without a checksum."""
-    folder = prepare(config, progress=False).cache.folder
+    folder = prepare(config, progress=False).parts[0].cache.folder
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["checksum"]
@@ -368,7 +371,7 @@ def test_a_cache_that_others_can_write_is_refused(config, where):
     against the user's umask."""
     before = os.umask(0o027)
     try:
-        folder = prepare(config, progress=False).cache.folder
+        folder = prepare(config, progress=False).parts[0].cache.folder
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
@@ -400,7 +403,7 @@ def test_empty_documents_are_skipped_and_counted_once(write_jsonl, texts, tokeni
 @pytest.mark.parametrize("damage", ["cut off", "empty", "other tokens"])
 def test_a_damaged_entry_is_named(config, damage):
     """A cache that someone copied badly: which folder to delete."""
-    folder = prepare(config, progress=False).cache.folder
+    folder = prepare(config, progress=False).parts[0].cache.folder
     content = (folder / "train.arrow").read_bytes()
     harmed = {"cut off": content[:1000], "empty": b"", "other tokens": (folder / "val.arrow").read_bytes()}
     (folder / "train.arrow").write_bytes(harmed[damage])

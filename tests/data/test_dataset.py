@@ -75,7 +75,7 @@ def test_the_cache_folder_comes_from_the_environment(config, tmp_path: Path, mon
     """`LINGPT_CACHE` where the configuration names none."""
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path / "elsewhere"))
     config.cache_dir = None
-    assert prepare(config, progress=False).cache.folder.is_relative_to(tmp_path / "elsewhere")
+    assert prepare(config, progress=False).parts[0].cache.folder.is_relative_to(tmp_path / "elsewhere")
 
 
 def test_bits_per_byte_can_be_formed(config):

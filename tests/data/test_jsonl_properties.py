@@ -49,7 +49,7 @@ def test_a_cache_with_any_damage_gives_its_tokens_or_says_what_to_delete(
         config = DataConfig(str(write_jsonl(texts(60))), tokenizer_path, 32, cache_dir=folder)
         whole = prepare(config, progress=False)
         tokens = {split: getattr(whole, split).stream(0, 10**9) for split in ("train", "val")}
-        path = data.draw(st.sampled_from(sorted(whole.cache.folder.iterdir())))
+        path = data.draw(st.sampled_from(sorted(whole.parts[0].cache.folder.iterdir())))
         content = bytearray(path.read_bytes())
         at = data.draw(st.integers(0, len(content) - 1))
         length = data.draw(st.sampled_from([0, 1, 1, 1, 50, len(content)]))

@@ -50,10 +50,10 @@ def test_the_same_text_gives_the_same_tokens_whatever_the_container(texts, token
     """Every row is read, in order, and the bar ends at its total; other containers have other cache entries
     only where their bytes differ."""
     expected, found, hashes = texts(300), {}, {}
-    (tmp_path / "val.jsonl").write_text(json.dumps({"text": texts(1, seed=1)[0] * 20, "x": "", "a": ""}))
     for name, (source, key) in containers(tmp_path, expected).items():
         val = write_parquet(tmp_path / "val" / f"{key}.parquet", **{key: texts(9, seed=1)})
-        config = DataConfig(str(source), tokenizer_path, 32, str(val), key, cache_dir=str(tmp_path / "cache"))
+        paths = {"val_source": str(val), "cache_dir": str(tmp_path / "cache")}
+        config = DataConfig(str(source), tokenizer_path, 32, text_key=key, **paths)
         assert "found" in availability(config)
         corpus = open_corpus(config.source, config.val_source, None, key)
         assert [document.text for document in corpus.train.read()] == expected, name

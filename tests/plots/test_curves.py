@@ -132,10 +132,31 @@ def test_runs_of_different_validation_texts_are_marked(tmp_path, capsys):
         runs.append(run)
     draw_curves(runs[:2], tmp_path / "out.png")
     assert capsys.readouterr().err == ""
-    draw_curves(runs, tmp_path / "out.png")
+    rows = draw_curves(runs, tmp_path / "out.png")
+    assert [set(row["runs"]) for row in rows] == [{"a", "b"}] * len(rows), "times to losses of other texts"
     line = "not comparable, as the validation texts differ: a, b | c | d"
     assert capsys.readouterr().err == f"{line}\n"
     assert caption([read_curve(run) for run in runs]).startswith(f"{line};")
+
+
+def test_the_losses_of_one_of_several_validation_texts(tmp_path, capsys):
+    """`--val`: of the runs that have a text of this name, compared where it is the same text."""
+    runs = []
+    for name, entry in (("a", "1f"), ("b", "1f"), ("c", "2e")):
+        run = write_run(tmp_path / name, "ours", 1.0, {10: 4.0, 20: 2.0})
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = [line | {"losses": {"books": line["loss"] + 1}} for line in lines]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        record = {"data": {"val_sources": {"books": {"entry": entry, "tokens": 9}}}}
+        (run / "environment.json").write_text(json.dumps(record))
+        runs.append(run)
+    assert read_curve(runs[0], val="books").val[:, 2].tolist() == [5.0, 3.0]
+    draw_curves(runs[:2], tmp_path / "out.png", val="books")
+    assert capsys.readouterr().err == ""
+    draw_curves(runs, tmp_path / "out.png", val="books")
+    assert capsys.readouterr().err == "not comparable, as the validation texts differ: a, b | c\n"
+    with pytest.raises(UserError, match="was not validated on 'poems'"):
+        read_curve(runs[0], val="poems")
 
 
 def test_the_runs_that_are_drawn(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -124,6 +125,30 @@ def test_resume_says_what_it_found_and_cuts_lines_after_the_checkpoint(make_reci
     assert lines[3]["train_time"] > lines[2]["train_time"] == times[2], "the clock does not go on"
     train(make_recipe())
     assert "nothing to train" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_mixture_resumes_bit_for_bit_and_reports_each_validation(make_recipe, monkeypatch, capsys):
+    """Its sources repeat, which is said; the losses of `val_sources` are in metrics and log."""
+
+    def recipe(name: str):
+        made = make_recipe(name=name, eval_interval=2)
+        text = made.data.source
+        made.data = replace(made.data, source=f"{text}*0.6,embedded*0.4", val_sources=f"t={text},e=embedded")
+        return made
+
+    whole = train(recipe("whole"))
+    out = capsys.readouterr().out
+    assert re.search(r"validation \d\.\d{4}, t \d\.\d{4}, e \d\.\d{4} ·", out)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, step=3)
+        with pytest.raises(KeyboardInterrupt, match=r"stopped and saved at step 3 of 6"):
+            train(recipe("parts"))
+    parts = train(recipe("parts"))
+    assert without_clock(whole) == without_clock(parts)
+    last = [line for line in read_metrics(whole) if line["kind"] == "val"][-1]
+    assert list(last["losses"]) == ["t", "e"] and last["losses"]["t"] != last["loss"]
 
 
 @pytest.mark.slow
