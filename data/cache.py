@@ -138,7 +138,7 @@ def _make(
     num_workers: int | None,
     progress: bool,
 ) -> None:
-    dtype, empty = token_dtype(tokenizer.vocab_size), {"train": 0, "val": 0}
+    dtype, empty = token_dtype(tokenizer.vocab_size, tokenizer.end_id), {"train": 0, "val": 0}
     with new_folder(folder) as partial:
         with (
             StreamWriter(partial / "train.arrow", dtype) as train,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from lingpt.common.errors import UserError
 from lingpt.common.files import cache_dir, write_errors
 from lingpt.common.options import RARE, Option, check_options
+from lingpt.data.answers import ANSWERS, AnswerTokenizer
 from lingpt.data.cache import WRITE_ADVICE, TokenCache, token_cache
 from lingpt.data.corpus import TEXT_KEY, Corpus
 from lingpt.data.embedded import embedded_corpus
@@ -38,6 +39,9 @@ class DataConfig:
         "a tokenizer.json, a folder that holds one, or a name on the hub; by default a small BPE trained on "
         "the embedded corpus")] = None
     seq_len: Annotated[int, Option("tokens of a training sample", least=1, most=1 << 24)] = 256
+    rows: Annotated[Literal["text", "answers"], Option(
+        "what a row of JSONL holds: a text, or `messages` or `prompt` and `completion`, of which only the "
+        "answers are learned")] = "text"
     packing: Annotated[Literal["blocks", "documents"], Option(
         "how text fills samples: `blocks` cuts the stream of all documents; `documents` packs whole ones (a "
         "longer one is cut), and no token sees another document")] = "blocks"
@@ -62,6 +66,11 @@ class DataConfig:
         "where tokens are cached, and hashes of the source's files (by path, size and time of change); by "
         "default $LINGPT_CACHE, else ~/.cache/lingpt", may_change=True)] = None
     # fmt: on
+
+    @property
+    def row_key(self) -> str:
+        """What the rows of a source have: `text_key`, or prompts and answers."""
+        return ANSWERS if self.rows == "answers" else self.text_key
 
 
 class Part(NamedTuple):
@@ -153,6 +162,8 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
         UserError: one line that says what is wrong and how to fix it
     """
     check_options(config, "data.")
+    if config.rows == "answers" and config.packing != "documents":
+        raise UserError("data.rows answers are packed whole: add --data.packing documents")
     folder, shares, named = _cache_folder(config), parse_mixture(config.source), val_sources(config)
     tokenizer = _tokenizer(config)
     if padded_vocab_size is not None:
@@ -168,16 +179,16 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
             progress=progress,
         )
 
-    end = tokenizer.eos_id if config.packing == "documents" else None
+    end = tokenizer.end_id if config.packing == "documents" else None
     parts = []
     for source, share in shares.items():
-        corpus = open_corpus(source, config.val_source, folder, config.text_key)
+        corpus = open_corpus(source, config.val_source, folder, config.row_key)
         cache = cached(corpus, config.val_fraction)
         splits = (_blocks(corpus.name, cache, split, config.seq_len, end) for split in ("train", "val"))
         parts.append(Part(corpus, cache, share, *splits))
     others = {}
     for name, source in named.items():
-        cache = cached(validation_corpus(source, folder, config.text_key), None)
+        cache = cached(validation_corpus(source, folder, config.row_key), None)
         others[name] = _blocks(source, cache, "train", config.seq_len, end)
     train: PackedDataset | Mixture = parts[0].train
     val: PackedDataset | Mixture = parts[0].val
@@ -211,7 +222,7 @@ def content_hashes(config: DataConfig) -> dict[str, str]:
     """`content_hash` and `tokenizer_hash`, as in a run's record, of what is at `config`'s paths now, without
     tokenising. Raises UserError."""
     shares, folder = parse_mixture(config.source), _cache_folder(config)
-    corpora = [open_corpus(source, config.val_source, folder, config.text_key) for source in shares]
+    corpora = [open_corpus(source, config.val_source, folder, config.row_key) for source in shares]
     hashes = [corpus.content_hash for corpus in corpora]
     content_hash = hashes[0] if len(hashes) == 1 else _hash([hashes, list(shares.values())])
     return {"content_hash": content_hash, "tokenizer_hash": _tokenizer(config).hash}
@@ -223,10 +234,12 @@ def _cache_folder(config: DataConfig) -> Path:
 
 def _tokenizer(config: DataConfig) -> Tokenizer:
     if config.tokenizer:
-        return load_tokenizer(config.tokenizer)
-    folder = _cache_folder(config)
-    with write_errors(folder, WRITE_ADVICE):
-        return embedded_tokenizer(config.vocab_size, folder)
+        tokenizer = load_tokenizer(config.tokenizer)
+    else:
+        folder = _cache_folder(config)
+        with write_errors(folder, WRITE_ADVICE):
+            tokenizer = embedded_tokenizer(config.vocab_size, folder)
+    return AnswerTokenizer(tokenizer, config.tokenizer) if config.rows == "answers" else tokenizer
 
 
 class NamedCorpus(NamedTuple):

@@ -18,6 +18,7 @@ import zstandard
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_errors
+from lingpt.data.answers import ANSWERS, read_row
 from lingpt.data.corpus import TEXT_KEY, Document
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ class _Decompressed(io.RawIOBase):
 
 def _text(line: bytes, key: str, where: str) -> str:
     """The text of one line, "" if it is only whitespace. Raises a `UserError` that begins with `where`."""
+    if key == ANSWERS:
+        return read_row(line, where)
     try:
         row = json.loads(line.decode("utf-8-sig"))
         text = _find(row, key)
@@ -165,7 +168,9 @@ def _text(line: bytes, key: str, where: str) -> str:
         fault = f"is not JSON ({error})"
     else:
         fault = f"has a {key} that is not a string" if isinstance(row, dict) else "is not a JSON object"
-    other = ", or give another field with --data.text_key" if "has no" in fault else ""
+    other = (
+        ", or give another field with --data.text_key, or --data.rows answers" if "has no" in fault else ""
+    )
     raise UserError(f'{where} {fault}: every line must be a JSON object with a string "{key}"{other}')
 
 

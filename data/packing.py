@@ -43,13 +43,14 @@ class PackedDocuments(PackedDataset):
     document's first token is. The last token of a piece of a longer one is the first of the next, so that
     every other token is a target once. What is left empty has no targets.
 
-    end: the token that ends each document in the stream.
+    end: the token that ends each document in the stream; negative if it is none of its tokens. Other negative
+        numbers are complements of tokens that are no targets (answers.py).
     """
 
     def __init__(self, path: str | Path, seq_len: int, checksums: Sequence[int], end: int) -> None:
         super().__init__(path, seq_len, checksums)
         self._end = end
-        starts, lengths = _pieces(self._document_ends(), seq_len)
+        starts, lengths = _pieces(*self._documents(), seq_len)
         sequence = best_fit(lengths, seq_len)
         by_length = np.argsort(-lengths, kind="stable")
         _, longest = np.unique(sequence[by_length], return_index=True)
@@ -58,14 +59,22 @@ class PackedDocuments(PackedDataset):
         self._starts, self._lengths = starts[order], lengths[order]
         counts = np.bincount(sequence)
         self._first = np.concatenate(([0], np.cumsum(counts)))  # of each sequence's pieces
-        self._targets = np.add.reduceat(self._lengths, self._first[:-1]) if len(counts) else counts
+        targets = self._lengths if end >= 0 else self._learned(self._starts + 1, self._lengths)
+        self._targets = np.add.reduceat(targets, self._first[:-1]) if len(counts) else counts
         self.most = 1 + max(counts, default=0)  # the last may be what is left empty
 
-    def _document_ends(self) -> np.ndarray:
-        """Where the stream's documents end, after their last token."""
+    def _documents(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first token of each document of the stream, and the one after its last."""
         parts = range(0, self.stream_length, ROWS)
         found = [at + np.flatnonzero(self.stream(at, at + ROWS) == self._end) for at in parts]
-        return np.concatenate([np.empty(0, np.int64), *found]) + 1
+        ends = np.concatenate([np.empty(0, np.int64), *found])
+        return np.concatenate(([0], ends[:-1] + 1))[: len(ends)], ends + (self._end >= 0)
+
+    def _learned(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """How many of the tokens from each of `starts` on are targets."""
+        learned = self.stream(0, self.stream_length) >= 0
+        before = np.concatenate(([0], np.cumsum(learned)))
+        return before[starts + lengths] - before[starts]
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -79,7 +88,7 @@ class PackedDocuments(PackedDataset):
     def gather(self, indices: Sequence[int] | np.ndarray) -> Batch:  # type: ignore[override]
         """The sequences `indices`, each in 0..len-1."""
         B, N = len(indices), self.seq_len
-        idx = np.full((B, N), self._end, dtype=np.int64)
+        idx = np.zeros((B, N), dtype=np.int64)
         targets = np.full((B, N), NO_TARGET, dtype=np.int64)
         borders = []
         for row, index in enumerate(indices):
@@ -92,6 +101,8 @@ class PackedDocuments(PackedDataset):
                 at += length
             if at < N:
                 borders.append(row * N + at)
+        np.copyto(idx, ~idx, where=idx < 0)
+        targets[targets < 0] = NO_TARGET
         cu_seqlens = np.full(B * self.most + 1, B * N, dtype=np.int32)
         cu_seqlens[: len(borders)] = borders
         return Batch(*map(torch.from_numpy, (idx, targets, cu_seqlens)))
@@ -103,10 +114,8 @@ class PackedDocuments(PackedDataset):
         return PackedDocuments, (self.path, self.seq_len, self._checksums, self._end)
 
 
-def _pieces(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first token and the number of targets, 1 to `seq_len`, of each piece of the documents that end
-    there."""
-    starts = np.concatenate(([0], ends[:-1])) if len(ends) else ends
+def _pieces(starts: np.ndarray, ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first token and the number of those that follow it, 1 to `seq_len`, of each piece of documents."""
     targets = ends - starts - 1
     pieces = -(-targets // seq_len)
     of = np.repeat(np.arange(len(ends)), pieces)

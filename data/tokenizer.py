@@ -44,6 +44,11 @@ class Tokenizer:
         """The largest id plus one, added tokens included: the rows that an embedding must have."""
         return 1 + max(self.raw.get_vocab(with_added_tokens=True).values())
 
+    @property
+    def end_id(self) -> int:
+        """The token that ends each document in the token cache."""
+        return self.eos_id
+
     @functools.cached_property
     def hash(self) -> str:
         """The SHA-256 of all that decides the tokens."""

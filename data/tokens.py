@@ -25,15 +25,15 @@ BATCH_CHARACTERS = 1 << 17  # large enough for little overhead, small enough to 
 
 
 class Encoded(NamedTuple):
-    ids: np.ndarray  # the document's tokens, then the end-of-text token
+    ids: np.ndarray  # the document's tokens, then the one that ends it
     num_bytes: int  # length of its text in UTF-8
     digest: int  # 64 bits of its text's hash, which decide between training and validation
     advance: int  # how far the progress bar moves for it
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 where every id fits, else int32."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+def token_dtype(vocab_size: int, end_id: int = 0) -> np.dtype:
+    """uint16 where every id and `end_id` fits, else int32."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 and end_id >= 0 else np.int32)
 
 
 def encode_documents(
@@ -44,11 +44,12 @@ def encode_documents(
     At most three batches per thread are in flight, so memory does not grow with the corpus.
     """
     workers = num_workers or available_cores()
-    dtype, eos_id = token_dtype(tokenizer.vocab_size), tokenizer.eos_id
+    end_id = tokenizer.end_id
+    dtype = token_dtype(tokenizer.vocab_size, end_id)
 
     def encode(batch: list[Document]) -> list[Encoded]:
         ids = tokenizer.encode_documents([document.text for document in batch])
-        return [_encoded(d, i, eos_id, dtype) for d, i in zip(batch, ids, strict=True)]
+        return [_encoded(d, i, end_id, dtype) for d, i in zip(batch, ids, strict=True)]
 
     batches, pending = _batched(documents), deque[Future[list[Encoded]]]()
     with _tokenizers_parallelism_off(), ThreadPoolExecutor(workers) as pool:
@@ -62,8 +63,8 @@ def encode_documents(
             pool.shutdown(cancel_futures=True)
 
 
-def _encoded(document: Document, ids: list[int], eos_id: int, dtype: np.dtype) -> Encoded:
-    ids.append(eos_id)
+def _encoded(document: Document, ids: list[int], end_id: int, dtype: np.dtype) -> Encoded:
+    ids.append(end_id)
     tokens = np.fromiter(ids, dtype, len(ids))  # faster than np.array, and it holds the GIL
     text = document.text.encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")

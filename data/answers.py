@@ -1,0 +1,112 @@
+"""Rows of prompts and answers, of which only the answers are learned.
+
+A row has `messages`, each with a `role` and a `content`, which the tokenizer's chat template turns into text;
+or a `prompt` and a `completion`, text as it is, after which the end of text is learned. Prompts and answers
+are tokenised apart, as they are when the model answers. In the token cache a token that is not learned is
+stored as its bitwise complement, which is negative, and after each row stands ROW_END.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lingpt.common.errors import UserError, one_line
+from lingpt.data.tokenizer import Tokenizer
+
+ANSWERS = "messages, or prompt and completion"  # the `text_key` of such rows
+ROW_END = int(np.iinfo(np.int32).min)
+NEEDED = (
+    'every line must be a JSON object with "messages", one of them an assistant\'s, each with a role and a '
+    'content in text; or with a "prompt" and a "completion" in text'
+)
+
+
+def read_row(line: bytes, where: str) -> str:
+    """The row in one line of JSON, without what is not used. UserError, which begins with `where`."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+        if "messages" in row:
+            messages = [{key: message[key] for key in ("role", "content")} for message in row["messages"]]
+            texts = [text for message in messages for text in message.values()]
+            answers = [message["content"] for message in messages if message["role"] == "assistant"]
+            kept = json.dumps({"messages": messages}, ensure_ascii=False)
+        else:
+            texts = row["prompt"], row["completion"]
+            answers, kept = texts[1:], json.dumps(texts, ensure_ascii=False)
+        if all(isinstance(text, str) for text in texts) and any(answers):
+            kept.encode()
+            return kept
+        fault = "has no answer, or what is not text"
+    except (KeyError, TypeError):
+        fault = f"has no {ANSWERS}"
+    except (ValueError, RecursionError) as error:
+        fault = f"is not JSON in UTF-8 ({one_line(error)})"
+    raise UserError(f"{where} {fault}: {NEEDED}")
+
+
+class AnswerTokenizer(Tokenizer):
+    """A tokenizer whose documents are rows of `read_row`. UserError for messages without a chat template."""
+
+    end_id = ROW_END
+
+    def __init__(self, tokenizer: Tokenizer, source: str | None) -> None:
+        """source: where the tokenizer is from, for its chat template."""
+        super().__init__(tokenizer.raw, tokenizer.name)
+        self._source = source
+
+    @functools.cached_property
+    def _chat(self) -> Any:
+        from transformers import AutoTokenizer
+
+        path = Path(self._source or "").expanduser()
+        found = None
+        if self._source:
+            found = AutoTokenizer.from_pretrained(path.parent if path.is_file() else self._source)
+        if found is None or found.chat_template is None:
+            raise UserError(
+                f"the tokenizer {self.name} has no chat template, which messages need: give another with "
+                "--data.tokenizer, or rows with prompt and completion"
+            )
+        return found
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Of the tokenizer and of its chat template, if it has one."""
+        try:
+            template = self._chat.chat_template
+        except (UserError, OSError, ValueError):
+            template = None
+        return hashlib.sha256(json.dumps([super().hash, template]).encode()).hexdigest()
+
+    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
+        rows = [self.parts(json.loads(text)) for text in texts]
+        ids = iter(self.encode_batch([part for row in rows for part in row]))
+        return [[i if n % 2 else ~i for n in range(len(row)) for i in next(ids)] for row in rows]
+
+    def parts(self, row: Any) -> list[str]:
+        """The row's text in parts: a prompt, its answer, the next prompt, and so on to the last answer."""
+        if isinstance(row, list):
+            prompt, completion = row
+            return [prompt, completion + self.raw.id_to_token(self.eos_id)]
+        render = functools.partial(self._chat.apply_chat_template, tokenize=False)
+        messages, parts, done = row["messages"], list[str](), ""
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = render(messages[:i], add_generation_prompt=True)
+                whole = render(messages[: i + 1])
+                if not (prompt.startswith(done) and whole.startswith(prompt)):
+                    raise UserError(
+                        f"the chat template of {self.name} changes earlier messages when others follow: give "
+                        "a conversation for each answer, or another tokenizer"
+                    )
+                parts += prompt[len(done) :], whole[len(prompt) :]
+                done = whole
+        return parts
+
+    def __reduce__(self) -> tuple:
+        return AnswerTokenizer, (Tokenizer(self.raw, self.name), self._source)
