@@ -39,12 +39,6 @@ class DataConfig:
         "a tokenizer.json, a folder that holds one, or a name on the hub; by default a small BPE trained on "
         "the embedded corpus")] = None
     seq_len: Annotated[int, Option("tokens of a training sample", least=1, most=1 << 24)] = 256
-    rows: Annotated[Literal["text", "answers"], Option(
-        "what a row of JSONL holds: a text, or `messages` or `prompt` and `completion`, of which only the "
-        "answers are learned")] = "text"
-    packing: Annotated[Literal["blocks", "documents"], Option(
-        "how text fills samples: `blocks` cuts the stream of all documents; `documents` packs whole ones (a "
-        "longer one is cut), and no token sees another document")] = "blocks"
     val_source: Annotated[str | None, Option(
         "what to validate on, named as source is: the validation split of a data set that has one, else all "
         "of it; by default the source's own validation split if it has one, else the documents whose hash "
@@ -54,6 +48,12 @@ class DataConfig:
     text_key: Annotated[str, Option(
         "the field of JSONL, or the column of Parquet and of data sets, that holds the text; `a.b` is b in a"
     )] = TEXT_KEY
+    rows: Annotated[Literal["text", "answers"], Option(
+        "what a row of JSONL holds: a text, or `messages` or `prompt` and `completion`, of which only the "
+        "answers are learned")] = "text"
+    packing: Annotated[Literal["blocks", "documents"], Option(
+        "how text fills samples: `blocks` cuts the stream of all documents; `documents` packs whole ones (a "
+        "longer one is cut), and no token sees another document")] = "blocks"
     val_fraction: Annotated[float, Option(
         "share of the documents held out where the source has no validation split, at least one",
         above=0, below=1, heading=RARE)] = 0.005
