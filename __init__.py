@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     __version__: str | None  # None where LinGPT runs from a clone without an install
 
     from lingpt.common.errors import UserError
+    from lingpt.hf.replace import replace_attention
     from lingpt.kernels.gated_linear_attention import (
         gated_linear_attention,
         gated_linear_attention_with_state,
@@ -38,6 +39,7 @@ __all__ = [
     "linear_attention_qkv",
     "linear_attention_qkv_with_state",
     "linear_attention_with_state",
+    "replace_attention",
     "unified_linear_attention",
     "unified_linear_attention_with_state",
 ]
@@ -53,6 +55,8 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("lingpt.common.install").installed_version("lingpt")
     if name == "UserError":
         module = "lingpt.common.errors"
+    elif name == "replace_attention":
+        module = "lingpt.hf.replace"
     elif name in __all__:
         module = f"lingpt.kernels.{_MODULES.get(name.partition('_')[0], 'linear_attention')}"
     else:

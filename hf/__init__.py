@@ -11,9 +11,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from lingpt.hf.cache import LinGPTCache
 from lingpt.hf.config import LinGPTConfig
 from lingpt.hf.model import LinGPTForCausalLM, LinGPTModel
+from lingpt.hf.replace import replace_attention
 
 AutoConfig.register("lingpt", LinGPTConfig, exist_ok=True)
 AutoModel.register(LinGPTConfig, LinGPTModel, exist_ok=True)
 AutoModelForCausalLM.register(LinGPTConfig, LinGPTForCausalLM, exist_ok=True)
 
-__all__ = ["LinGPTCache", "LinGPTConfig", "LinGPTForCausalLM", "LinGPTModel"]
+__all__ = ["LinGPTCache", "LinGPTConfig", "LinGPTForCausalLM", "LinGPTModel", "replace_attention"]

@@ -30,7 +30,7 @@ def read_gpt_neox(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
     # isort: split
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_gpt_neox
 
-    config = _from_hf_config(read_json_object(folder / MODEL_CONFIG), folder)
+    config = config_of_hf(read_json_object(folder / MODEL_CONFIG), folder)
     tensors: dict[str, torch.Tensor] = {}
     try:
         copy_weights_gpt_neox(config, tensors, read_hf_weights(folder))
@@ -65,7 +65,8 @@ def _shards(index: Path) -> list[str]:
     return sorted(set(shards))
 
 
-def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
+def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
+    """The configuration, with softmax attention, of `folder`'s config.json. UserError for other variants."""
     rope = hf.get("rope_parameters")  # in transformers 5; earlier releases have separate keys
     rope = rope if isinstance(rope, dict) else {}
     scaled = hf.get("rope_scaling") or rope.get("rope_type", "default") != "default"

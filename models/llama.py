@@ -33,7 +33,7 @@ _PARTS = ("q_proj", "k_proj", "v_proj")
 def read_llama(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
     """The configuration of such a folder, and its tensors under our keys."""
     config, tensors = (
-        _from_hf_config(read_json_object(folder / MODEL_CONFIG), folder),
+        config_of_hf(read_json_object(folder / MODEL_CONFIG), folder),
         read_hf_weights(folder),
     )
     if config.tie_embeddings:
@@ -48,7 +48,8 @@ def read_llama(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
     return config, tensors
 
 
-def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
+def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
+    """The configuration, with softmax attention, of `folder`'s config.json. UserError for other variants."""
     kind, rope = hf["model_type"], hf.get("rope_parameters")  # in transformers 5; separate keys before
     rope = rope if isinstance(rope, dict) else hf.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))

@@ -24,7 +24,20 @@ import lingpt
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
-FOLDERS = ("common", "plots", "kernels", "models", "hf", "data", "train", "eval", "bench", "study", "cli")
+FOLDERS = (
+    "common",
+    "plots",
+    "kernels",
+    "models",
+    "layers",
+    "hf",
+    "data",
+    "train",
+    "eval",
+    "bench",
+    "study",
+    "cli",
+)
 BARE_NAMES = (*FOLDERS, "configs", "tests")
 TOP = ("__init__.py", "py.typed")
 SHIPPED = (".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json")
@@ -35,7 +48,8 @@ MAY_IMPORT = {
     "plots": {"common"},
     "kernels": {"common"},
     "models": {"common", "kernels"},
-    "hf": {"common", "kernels", "models"},
+    "layers": {"common", "kernels", "models"},
+    "hf": {"common", "kernels", "models", "layers"},
     "data": {"common"},
     "train": {"common", "plots", "kernels", "models", "data"},
     "eval": {"common", "plots", "kernels", "models", "data"},

@@ -1,0 +1,71 @@
+"""Attention layers for any model: what a model's layer computes, with rotary tables of their own."""
+
+import pytest
+import torch
+
+from lingpt import UserError
+from lingpt.layers import GLA, GatedLinearAttention, LinearAttention
+from lingpt.models import GPT, Config
+
+LAYERS = {
+    "ours": (LinearAttention, {"num_kv_heads": 2, "head_dim": 32}, {}),
+    "ours-gated": (GatedLinearAttention, {"num_kv_heads": 2}, {"output_gate": True, "short_conv": True}),
+    "gla": (GLA, {}, {}),
+}
+NAMES = {"num_kv_heads": "n_query_groups", "head_dim": "head_size"}
+
+
+@pytest.fixture(params=LAYERS)
+def pair(request):
+    """A layer, and a model's with the same weights and cos and sin from outside."""
+    cls, sizes, options = LAYERS[request.param]
+    torch.manual_seed(0)
+    layer = cls(64, 4, **sizes)
+    config = Config(
+        name="model", attention=request.param, n_layer=1, n_embd=64, n_head=4, bias=False, rotary_percentage=1.0,
+        block_size=96, **options, **{NAMES[name]: size for name, size in sizes.items()},
+    )  # fmt: skip
+    model = GPT(config)
+    model.blocks[0].attn.load_state_dict(layer.attn.state_dict())
+    return layer, model
+
+
+def test_bitwise_what_the_model_computes(pair):
+    """Forward, backward, packed, and in bf16 after a cast."""
+    layer, model = pair
+    attn, x = model.blocks[0].attn, torch.randn(2, 70, 64, requires_grad=True)
+    cos, sin = model.cos[:70], model.sin[:70]
+    borders = torch.tensor([0, 30, 70, 75, 140], dtype=torch.int32)
+    for cu_seqlens in (None, borders):
+        ours, theirs = layer(x, cu_seqlens), attn(x, cos, sin, None, cu_seqlens)
+        assert torch.equal(ours, theirs)
+        gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in (ours, theirs)]
+        assert torch.equal(*gradients)
+    layer, attn = layer.bfloat16(), attn.bfloat16()
+    assert torch.equal(layer(x.bfloat16()), attn(x.bfloat16(), cos, sin))
+
+
+@torch.no_grad()
+def test_a_state_continues_and_the_tables_grow(pair):
+    """Token by token it is the whole sequence, and sequences may be longer than what the layer began with."""
+    layer, _ = pair
+    x = torch.randn(2, 2100, 64)
+    state = layer.new_state(2)
+    parts = [layer(part, state=state) for part in x[:, :60].split([40, *[1] * 20], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), layer(x)[:, :60], rtol=1e-4, atol=1e-5)
+    assert state.position == 60 and layer(x)[:, -1].isfinite().all()
+
+
+def test_mistakes_are_one_line():
+    """Each says what to do."""
+    layer, x = LinearAttention(64, 4), torch.randn(2, 5, 64)
+    for wrong, line in (
+        (lambda: layer(x[..., :32]), r"the layer takes \[B, N, 64\]; got \[2, 5, 32\]"),
+        (lambda: layer(x, state=layer.new_state(3)), "2 rows for a state of 3: make one by new_state"),
+        (lambda: layer(x, torch.tensor([0, 10]), layer.new_state(2)), "cu_seqlens goes without a state"),
+        (lambda: LinearAttention(64, 4, 3), "n_head=4 must be a multiple of n_query_groups=3"),
+        (lambda: LinearAttention(64, 4, colour=1), "colour is not an option of the layer, which has backend"),
+        (lambda: LinearAttention(64, 4, conv_silu=True), "conv_silu=True needs short_conv=True"),
+    ):
+        with pytest.raises(UserError, match=line):
+            wrong()
