@@ -21,10 +21,16 @@ def pair(request):
     cls, sizes, options = LAYERS[request.param]
     torch.manual_seed(0)
     layer = cls(64, 4, **sizes)
-    config = Config(
-        name="model", attention=request.param, n_layer=1, n_embd=64, n_head=4, bias=False, rotary_percentage=1.0,
-        block_size=96, **options, **{NAMES[name]: size for name, size in sizes.items()},
-    )  # fmt: skip
+    shape = {
+        "n_layer": 1,
+        "n_embd": 64,
+        "n_head": 4,
+        "bias": False,
+        "rotary_percentage": 1.0,
+        "block_size": 96,
+    }
+    shape |= {NAMES[name]: size for name, size in sizes.items()}
+    config = Config(name="model", attention=request.param, **shape, **options)
     model = GPT(config)
     model.blocks[0].attn.load_state_dict(layer.attn.state_dict())
     return layer, model
