@@ -15,6 +15,11 @@ class Options:
         "a run's folder (its newest checkpoint), a checkpoint, or a folder of `lingpt export`",
         positional=True)]
     prompt: Annotated[str, Option("text to continue; by default a new document begins", blank=True)] = ""
+    document: Annotated[str | None, Option(
+        "text file that comes before the prompt; of any length if no layer is softmax")] = None
+    state: Annotated[str | None, Option(
+        "file of what the model remembers of the document: written with --document, and read without it, so "
+        "that a document is read once and asked many times")] = None
     max_new_tokens: Annotated[int, Option(
         "most tokens to generate; it stops earlier at the block size or at the end of the document",
         least=1)] = 160
@@ -37,9 +42,10 @@ def run(options: Options) -> None:
 
     from lingpt.common.devices import decoding_dtype, find_device
     from lingpt.common.errors import UserError
+    from lingpt.common.files import read_text
     from lingpt.common.run_folder import MODEL_CONFIG, TOKENIZER, find_model_folder
     from lingpt.data import load_tokenizer
-    from lingpt.models import generate, load_model
+    from lingpt.models import generate, load_model, load_state, read, save_state
 
     folder, device = find_model_folder(Path(options.model)), find_device(options.device)
     dtype = decoding_dtype(options.dtype, device)
@@ -47,8 +53,26 @@ def run(options: Options) -> None:
         raise UserError(f"{folder} has no tokenizer.json: copy that of the run into it")
     model = load_model(folder, device=device, dtype=dtype)
     tokenizer = load_tokenizer(folder / TOKENIZER)
-    prompt = tokenizer.encode(options.prompt) or [tokenizer.eos_id]
-    room = model.max_seq_length - len(prompt)
+    model.any_length, state = model.constant_state, None
+    document = tokenizer.encode(read_text(Path(options.document))) if options.document else []
+    prompt = tokenizer.encode(options.prompt)
+    if options.state:
+        file = Path(options.state)
+        if file.exists() == bool(document):
+            fix = "remove it, or leave out --document" if document else "give the --document to read"
+            raise UserError(f"{file} {'exists already' if document else 'does not exist'}: {fix}")
+        if document:
+            state = model.new_state(1, len(document))
+            read(model, torch.tensor([document], device=device), state)
+            save_state(file, model, state)
+            print(f"{file}: {len(document):,} tokens, {file.stat().st_size / 1e6:.1f} MB")
+            if not prompt:
+                return
+        state, document = load_state(file, model, len(prompt) + options.max_new_tokens), []
+    prompt = document + prompt or [tokenizer.eos_id]
+    room = model.max_seq_length - len(prompt) - (state.position if state else 0)
+    if model.any_length:
+        room = options.max_new_tokens
     if room < 1:
         raise UserError(
             f"a prompt of {len(prompt)} tokens fills block size {model.max_seq_length}: shorten it"
@@ -63,6 +87,7 @@ def run(options: Options) -> None:
         eos_id=tokenizer.eos_id,
         seed=options.seed,
         graph=options.graph and device.type == "cuda",
+        state=state,
     )
-    text = ids[0, 0 if options.prompt else 1 :].tolist()
+    text = ids[0, len(document) if options.prompt or document else 1 :].tolist()
     print(tokenizer.decode(text[:-1] if text[-1] == tokenizer.eos_id else text))

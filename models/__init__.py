@@ -32,6 +32,7 @@ from lingpt.models.shards import (
     sharded_parameters,
     write_shards,
 )
+from lingpt.models.state_file import load_state, read, save_state
 
 __all__ = [
     "ALIASES",
@@ -54,12 +55,15 @@ __all__ = [
     "is_sharded",
     "load_model",
     "load_parts",
+    "load_state",
     "load_weights",
     "memory_estimate",
     "parse_form",
+    "read",
     "read_shards",
     "save_index",
     "save_model",
+    "save_state",
     "sharded_dtype",
     "sharded_parameters",
     "write_shards",

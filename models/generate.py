@@ -6,8 +6,9 @@ from collections.abc import Callable
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.models import state_file
 from lingpt.models.decoding_graph import DecodingGraph, has_static_step
-from lingpt.models.gpt import GPT
+from lingpt.models.gpt import GPT, DecodingState
 
 
 @torch.no_grad()
@@ -22,6 +23,7 @@ def generate(
     eos_id: int | None = None,
     seed: int = 0,
     graph: bool | None = None,
+    state: DecodingState | None = None,
 ) -> torch.Tensor:
     """Continues the prompts `[B, N]` (N ≥ 1) by up to `max_new_tokens`; returns prompt and continuation.
 
@@ -35,18 +37,23 @@ def generate(
         graph: replay a CUDA graph of one token's step (decoding_graph.py), with equal results up to rounding;
             by default on a GPU. If an attention has no static step, or the capture fails (with a warning),
             decoding is eager.
+        state: of the tokens before the prompts (state_file.py), with room for prompt and continuation; it is
+            updated.
 
     Raises UserError for an empty prompt, numbers out of range, logits that are not finite, or a prompt and
     continuation longer than the block size.
     """
     B, N = idx_BN.shape
-    _check_arguments(model, N, max_new_tokens, temperature, top_k)
+    seen = 0 if state is None else state.position
+    _check_arguments(model, seen + N, max_new_tokens, temperature, top_k)
     generator = torch.Generator().manual_seed(seed)
-    state = model.new_state(B, N + max_new_tokens)
+    state = state or model.new_state(B, N + max_new_tokens)
+    if model.constant_state and N > state_file.PIECE:
+        state_file.read(model, idx_BN[:, :-1], state)
     step: Callable[[torch.Tensor], torch.Tensor] = functools.partial(model.next_logits, state=state)
     if (idx_BN.is_cuda if graph is None else graph) and has_static_step(model):
         step = DecodingGraph(model, state)
-    ended_B1, last_BN = torch.zeros(B, 1, dtype=torch.bool), idx_BN
+    ended_B1, last_BN = torch.zeros(B, 1, dtype=torch.bool), idx_BN[:, state.position - seen :]
     tokens, V = [idx_BN.cpu()], vocab_size or model.config.vocab_size
     for _ in range(max_new_tokens):
         new_B1 = sample(step(last_BN)[:, :V], temperature, top_k, generator)
@@ -72,7 +79,7 @@ def _check_arguments(
             raise UserError(f"{name} is {value}; it must be at least {least}")
     if prompt_tokens == 0:
         raise UserError("nothing to continue: give a prompt of at least one token")
-    if prompt_tokens + max_new_tokens > model.max_seq_length:
+    if prompt_tokens + max_new_tokens > model.max_seq_length and not model.any_length:
         raise UserError(
             f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones exceed block size "
             f"{model.max_seq_length}: shorten one of them"

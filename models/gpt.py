@@ -133,19 +133,25 @@ class Block(nn.Module):
         return self.mlp(self.norm_2(x_BNC if self.config.parallel_residual else attended)) + attended
 
 
-def rope_tables(config: Config, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(
+    config: Config, device: torch.device, positions: range | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of the rotary embedding, `[block_size, R]` in fp32; both halves of a row are the same.
 
-    Always computed on the CPU, so that they are bit-identical on every device.
+    Always computed on the CPU, so that they are bit-identical on every device. positions: those of the rows
+    instead; their angles are in float64, as fp32 rounds those of a million by up to 0.06.
     """
     where = device if device.type == "meta" else torch.device("cpu")  # a plan costs no memory
     exponents = torch.arange(0, config.rope_n_elem, 2, device=where).float() / config.rope_n_elem
-    positions = torch.arange(config.block_size, device=where).float()
+    if positions is None:
+        numbers = torch.arange(config.block_size, device=where).float()
+    else:
+        numbers = torch.arange(positions.start, positions.stop, device=where).double()
     frequencies = 1.0 / config.rope_base**exponents
     if config.rope_adjustments is not None:
         frequencies = scaled_frequencies(frequencies, **config.rope_adjustments)
-    angles = torch.outer(positions, frequencies).repeat(1, 2)
-    return torch.cos(angles).to(device), torch.sin(angles).to(device)
+    angles = torch.outer(numbers, frequencies.to(numbers.dtype)).repeat(1, 2)
+    return torch.cos(angles).float().to(device), torch.sin(angles).float().to(device)
 
 
 def scaled_frequencies(
@@ -174,6 +180,7 @@ class GPT(Fp32Buffers):
     sin: torch.Tensor
     recompute_blocks: bool = False  # activation checkpointing: only the input of each block is kept
     context: Context | None = None  # the processes with the other pieces of the sequences
+    any_length: bool = False  # may a sequence be longer than the block size?
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -247,6 +254,8 @@ class GPT(Fp32Buffers):
         if state is not None:
             state.check_step(*idx_BN.shape)
         cos_NR, sin_NR = self.cos[start:end], self.sin[start:end]
+        if end > self.max_seq_length:
+            cos_NR, sin_NR = rope_tables(self.config, self.cos.device, range(start, end))
         if state is not None:
             hidden_BNC = self.hidden_with_state(idx_BN, cos_NR, sin_NR, state.layers)
             state.position = end
@@ -276,11 +285,16 @@ class GPT(Fp32Buffers):
 
     def check_length(self, tokens: int) -> None:
         """Raises UserError for a sequence longer than the block size, the length of the rotary tables."""
-        if tokens > self.max_seq_length:
+        if tokens > self.max_seq_length and not self.any_length:
             raise UserError(
                 f"a sequence of {tokens} tokens, but the model's block size is {self.max_seq_length}: "
                 "shorten it, or build the model with a larger block_size"
             )
+
+    @property
+    def constant_state(self) -> bool:
+        """Whether the size of a decoding state does not depend on the number of tokens it has seen."""
+        return all(block.attn.constant_state for block in self.blocks)
 
     def new_state(
         self,

@@ -35,6 +35,7 @@ GATE_TEMPERATURE = 16.0
 
 class GLAAttention(Attention):
     static_step = True
+    constant_state = True
     context_parallel = True
 
     def __init__(

@@ -49,6 +49,7 @@ class OursAttention(QKVAttention):
     """
 
     static_step = True
+    constant_state = True
     context_parallel = True
     token_decay: ClassVar[bool] = False  # whether decays are per token
     log_decay: torch.Tensor | None  # None in `ours`; a buffer that moves with the model in `ours-decay`
