@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -175,3 +176,12 @@ def test_make_does_what_pages_say() -> None:
 def test_modules_that_pages_run_exist() -> None:
     named = {word for page in PAGES for word in re.findall(r"python -m (lingpt[\w.]*)", page.read_text())}
     assert named and [name for name in sorted(named) if find_spec(name) is None] == []
+
+
+# The table of methods
+
+
+def test_the_methods_are_those_of_the_registry() -> None:
+    """Guards: a recurrence that was added or changed without its row."""
+    page = runpy.run_path(str(ROOT / "docs" / "methods_table.py"))
+    assert page["PAGE"].read_text(encoding="utf-8").endswith(page["MARK"] + page["table"]())

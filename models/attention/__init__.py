@@ -16,6 +16,7 @@ from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import OursDecayAttention
 from lingpt.models.attention.ours_gated import OursGatedAttention
 from lingpt.models.attention.softmax import SoftmaxAttention
+from lingpt.models.attention.unified import UnifiedAttention
 
 ATTENTIONS: dict[str, type[Attention]] = {
     "ours": OursAttention,
@@ -23,6 +24,7 @@ ATTENTIONS: dict[str, type[Attention]] = {
     "ours-gated": OursGatedAttention,
     "softmax": SoftmaxAttention,
     "gla": GLAAttention,
+    "unified": UnifiedAttention,
 }
 
 T = TypeVar("T")
