@@ -28,7 +28,8 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nvrtc": _nvrtc(),
         "python": platform.python_version(),
-        "versions": {name: number for name in PACKAGES if (number := _version(name))},
+        "versions": {name: number for name in PACKAGES if (number := installed_version(name))}
+        | {"torch": torch.__version__},
         "source_hash": source_hash(),
         "source": package_hash(),
         "git": git_revision(),
@@ -47,10 +48,6 @@ def warn_if_shared(device: torch.device) -> None:
             f"another process holds {others:.1f} GiB of this card: end it, or the timings may be wrong",
             stacklevel=2,
         )
-
-
-def _version(package: str) -> str | None:
-    return torch.__version__ if package == "torch" else installed_version(package)
 
 
 def _driver() -> str | None:

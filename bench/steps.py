@@ -261,13 +261,11 @@ def _largest_micro_batch(recipes: Sequence[Recipe], machine: Machine, sizes: Seq
     return train
 
 
-def _estimate(recipe: Recipe, machine: Machine, micro_batch_size: int) -> int:
-    gpt = GPT.on_meta(recipe.model.config())
-    return memory_needed(gpt, recipe, machine.precision, micro_batch_size)["total"]
-
-
 def _new_row(attention: str, recipe: Recipe, machine: Machine) -> Row:
-    size = recipe.train.micro_batch_size
+    size, estimate = recipe.train.micro_batch_size, None
+    if attention not in IDENTITIES:  # there is no estimate for these
+        gpt = GPT.on_meta(recipe.model.config())
+        estimate = memory_needed(gpt, recipe, machine.precision, size)["total"]
     return Row(
         recipe.model.name,
         recipe.data.seq_len,
@@ -275,8 +273,7 @@ def _new_row(attention: str, recipe: Recipe, machine: Machine) -> Row:
         micro_batch_size=size,
         activation_checkpointing=recipe.train.activation_checkpointing,
         tokens=recipe.tokens_per_step,
-        # There is no estimate for the identity.
-        estimated_memory=_estimate(recipe, machine, size) if attention not in IDENTITIES else None,
+        estimated_memory=estimate,
     )
 
 

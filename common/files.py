@@ -106,17 +106,10 @@ def remove_partial(folder: Path, name: str = "", older_than: float = 0.0) -> Non
     older_than: only files unchanged for more than so many seconds. Without it, no writer may be active.
     """
     for path in folder.glob(f".{name}*{PARTIAL}"):
-        if older_than and _age(path) <= older_than:
-            continue
+        with contextlib.suppress(FileNotFoundError):
+            if older_than and time.time() - path.stat().st_mtime <= older_than:
+                continue
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def _age(path: Path) -> float:
-    """Seconds since `path` was changed; 0 if it is gone."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def others_can_write(path: Path) -> bool:

@@ -20,11 +20,11 @@ from lingpt.common.run_folder import (
     WEIGHTS,
     attention_label,
     checkpoint_step,
+    newest_checkpoint,
     read_config,
     read_manifest,
     read_model,
     require_newest_checkpoint,
-    valid_checkpoints,
     warn_skipped_checkpoints,
 )
 from lingpt.models import SHARDS, attention_form, is_sharded, sharded_dtype, sharded_parameters
@@ -142,7 +142,13 @@ def find_checkpoints(
     if runs := list(runs):
         return skip_failing(_require_checkpoint, [Path(run) for run in runs], left_out)
     every = [path.parent for path in sorted(Path(root).glob(f"*/{CONFIG}"))]
-    newest_of_each = skip_failing(_newest, every, left_out)
+
+    def newest_of(run: Path) -> Checkpoint | None:
+        """The run's newest whole checkpoint; None if it has none yet."""
+        newest = newest_checkpoint(run)
+        return Checkpoint.open(newest) if newest else None
+
+    newest_of_each = skip_failing(newest_of, every, left_out)
     found = sorted((c for c in newest_of_each if c is not None), key=_time, reverse=True)
     if not found:
         raise UserError(f"no run with a checkpoint in {root}: train one first (lingpt train), or give --runs")
@@ -157,12 +163,6 @@ def find_checkpoints(
     for checkpoint in newest.values():
         warn_skipped_checkpoints(checkpoint.folder)
     return sorted(newest.values(), key=lambda checkpoint: checkpoint.form)
-
-
-def _newest(run: Path) -> Checkpoint | None:
-    """The run's newest whole checkpoint; None if it has none yet."""
-    whole = valid_checkpoints(run)
-    return Checkpoint.open(whole[-1]) if whole else None
 
 
 def _require_checkpoint(path: Path) -> Checkpoint:

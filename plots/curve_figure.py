@@ -29,6 +29,8 @@ from lingpt.plots.palette import MARKERS, line_styles
 SHORT_LEGEND = 1.8  # inches beside the panels, for which the figure has room
 HANDLE = 4.0  # length of a legend's lines in font sizes, enough to show dashes beside the marker
 STEP, TIME, LOSS, TOKENS = range(4)  # columns of a curve's points
+TIME_UNITS = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
+TOKEN_UNITS = {"billion tokens": 1e9, "million tokens": 1e6, "thousand tokens": 1e3, "tokens": 1.0}
 DRAWN_POINTS = 200  # of a line: an average has no more detail, and all steps are megabytes of vectors
 
 
@@ -71,8 +73,8 @@ def draw(curves: list[Curve], timed: bool = True) -> Any:
     timed: false leaves out the time panel, for runs whose times are not comparable.
     """
     figure = new_figure(12, 4.6)
-    unit, seconds = _time_unit(max(_last(c, TIME) for c in curves))
-    tokens, size = _token_unit(max(_last(c, TOKENS) for c in curves))
+    unit, seconds = _unit(max(_last(c, TIME) for c in curves), TIME_UNITS)
+    tokens, size = _unit(max(_last(c, TOKENS) for c in curves), TOKEN_UNITS)
     axes = [(TIME, seconds, f"training time ({unit})"), (TOKENS, size, tokens), (STEP, 1, "step")]
     axes = axes if timed else axes[1:]
     panels = figure.subplots(1, len(axes), sharey=True)
@@ -228,17 +230,9 @@ def _add_inset(panel, curves: list[Curve], column: int, scale: float) -> None:
     style_axes(inset)
 
 
-def _time_unit(longest: float) -> tuple[str, float]:
-    return next(
-        ((u, s) for u, s in (("hours", 3600.0), ("minutes", 60.0)) if longest >= 2 * s), ("seconds", 1.0)
-    )
-
-
-def _token_unit(most: float) -> tuple[str, float]:
-    for name, size in (("billion tokens", 1e9), ("million tokens", 1e6), ("thousand tokens", 1e3)):
-        if most >= 2 * size:
-            return name, size
-    return "tokens", 1.0
+def _unit(most: float, units: dict[str, float]) -> tuple[str, float]:
+    """The largest unit of which there are two or more, else the last; and its size."""
+    return next(((name, size) for name, size in units.items() if most >= 2 * size), [*units.items()][-1])
 
 
 def _last(curve: Curve, column: int) -> float:

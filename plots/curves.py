@@ -200,7 +200,8 @@ def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
         groups.setdefault(_but_for_the_seed(curve), []).append(curve)
     found: list[Curve] = []
     for group in groups.values():
-        mean = _mean(group) if len(group) > 1 and _have_own_seeds(group) else None
+        seeds = {str(curve.config["train"]["seed"]) for curve in group} if len(group) > 1 else set()
+        mean = _mean(group) if len(seeds) == len(group) else None
         found += [mean] if mean is not None and len(mean.train) + len(mean.val) > 0 else group
     return found
 
@@ -229,10 +230,6 @@ def _but_for_the_seed(curve: Curve) -> str:
     config["model"] = {key: x for key, x in config.get("model", {}).items() if key in _ARCHITECTURE}
     same = [config, curve.form, curve.fingerprint, hardware_label(curve.hardware)]
     return json.dumps(same, sort_keys=True, default=str)
-
-
-def _have_own_seeds(group: list[Curve]) -> bool:
-    return len({str(curve.config["train"]["seed"]) for curve in group}) == len(group)
 
 
 def _mean(group: list[Curve]) -> Curve:

@@ -61,7 +61,8 @@ def line_styles(forms: Sequence[str]) -> list[dict[str, Any]]:
     A form that is not in `LOOKS`, and the second line of a form, take the first look of their colour that no
     other line of the figure has, in alphabetical order.
     """
-    names = [_sorted_options(form) for form in forms]
+    words = ([word.strip() for word in form.split("+")] for form in forms)
+    names = ["+".join([attention, *sorted(options)]) for attention, *options in words]
     colour = colours(map(_attention, names))
     found: dict[int, tuple[str, int]] = {}  # index of the line → its colour and look
     for i, name in enumerate(names):
@@ -86,11 +87,6 @@ def shade(colour: str, part: float) -> str:
     target = 255 if part > 0 or colour == COLOURS["softmax"] else 0
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(x + abs(part) * (target - x)):02X}" for x in channels)
-
-
-def _sorted_options(form: str) -> str:
-    attention, *options = (word.strip() for word in form.split("+"))
-    return "+".join([attention, *sorted(options)])
 
 
 def _attention(form: str) -> str:

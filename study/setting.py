@@ -28,6 +28,10 @@ def setting_section(study: Study, runs: Sequence[StudyRun]) -> tuple[str, list[s
         notes.append(f"the runs were trained on different data: {', '.join(texts)}")
     lengths = _values(records, lambda start: int(start["data"]["train"]["tokens"]))
     steps = f"{recipe.total_steps:,} steps of {recipe.tokens_per_step:,}"
+
+    def hardware(about: dict[str, Any]) -> str:
+        return ", ".join(filter(None, (hardware_label(about), about.get("precision"))))
+
     passes = f"; {study.tokens / int(lengths[0]):.2g} passes over the text" if len(lengths) == 1 else ""
     cells = {
         "Model": [recipe.model.name],
@@ -35,8 +39,10 @@ def setting_section(study: Study, runs: Sequence[StudyRun]) -> tuple[str, list[s
         "Tokens a run": [f"{scaled_count(study.tokens)}: {steps}{passes}"],
         "Sequence length": [f"{recipe.data.seq_len:,}"],
         "Text": list(dict.fromkeys(str(portable(str(run.recipe.data.source))) for run in runs)),
-        "Hardware": _values(records, lambda start: _hardware(start["hardware"])),
-        "Software": _values(records, lambda start: _versions(start["versions"])),
+        "Hardware": _values(records, lambda start: hardware(start["hardware"])),
+        "Software": _values(
+            records, lambda start: ", ".join(f"{name} {v}" for name, v in start["versions"].items() if v)
+        ),
         "Source": _values(records, lambda start: (start.get("git") or {}).get("revision") or start["source"]),
     }
     lines = [f"- {name}: {'; '.join(values)}" for name, values in cells.items() if values]
@@ -66,11 +72,3 @@ def _row(study: Study, row: str) -> str:
     """The row with its options, as `lingpt train` takes them."""
     options = " ".join(f"--{key}={as_word(value)}" for key, value in study.attentions[row].items())
     return f"{row} (`{options}`)" if options else row
-
-
-def _hardware(hardware: dict[str, Any]) -> str:
-    return ", ".join(filter(None, (hardware_label(hardware), hardware.get("precision"))))
-
-
-def _versions(versions: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)

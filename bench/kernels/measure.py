@@ -33,7 +33,7 @@ def first_round(
     row.tolerance, row.errors = implementation.tolerance, relative_errors(call)
     row.reason = call.backward_unsupported_reason or ""
     if not _within_tolerance(row.errors, row):
-        worst = max(row.errors, key=lambda name: _nan_last(row.errors[name]))
+        worst = max(row.errors, key=lambda name: (math.isnan(row.errors[name]), row.errors[name]))
         row.status, row.reason = "wrong", f"{worst} is off by {row.errors[worst]:.1e} (relative RMS)"
     if clock.cuda:
         _measure_memory(row, call, clock.device)
@@ -110,7 +110,3 @@ def _measure_memory(row: Row, call: BenchCall, device: torch.device) -> None:
 
 def _within_tolerance(errors: dict[str, float], row: Row) -> bool:
     return all(error <= row.tolerance for error in errors.values())
-
-
-def _nan_last(x: float) -> float:
-    return math.inf if math.isnan(x) else x

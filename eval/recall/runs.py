@@ -1,6 +1,5 @@
 """Trains MQAR's models in parallel; each result is saved as it comes."""
 
-import contextlib
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -41,7 +40,7 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
             print(f"failed: {failed[-1]}")
             continue
         known[trial.key] = result
-        with _locked(folder):
+        with write_errors(path), file_lock(folder / LOCK):
             others, found = _known(path, trials)  # another command may have written there meanwhile
             known = found | known
             write_json(path, {"results": [asdict(one) for one in [*others, *known.values()]]}, indent=1)
@@ -55,13 +54,6 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
             f"{len(failed)} of {len(trials)} models failed, the same command tries again: {failed[0]}"
         )
     return results
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lets one command at a time read the results and write them; UserError if they cannot be written."""
-    with write_errors(folder / RESULTS), file_lock(folder / LOCK):
-        yield
 
 
 def _known(path: Path, trials: list[Trial]) -> tuple[list[Trained], dict[str, Trained]]:

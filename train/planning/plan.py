@@ -132,9 +132,10 @@ def _row(
     sizes = micro_batch_sizes(recipe, machine.world_size)
     largest = largest_that_fits(device.memory, precision, gpt, recipe, sizes, machine.sharded_over)
     peak = device.fp32 if precision.startswith("32") else device.bf16
+    verdict = "fits" if fits(need, device.memory) else "does not fit"
     seconds = flops / (peak * STATED_MFU)
     return (
-        f"{device.name:<12} {device.memory / 1e9:>4.0f} GB  {_verdict(need, device.memory):<17} "
+        f"{device.name:<12} {device.memory / 1e9:>4.0f} GB  {verdict:<17} "
         f"{largest or 'none fits':<20} {duration(seconds):>10} {duration(seconds / 8):>10}"
     )
 
@@ -154,7 +155,3 @@ def _sharded(device: Device, gpt: GPT, recipe: Recipe, precision: str, need: int
         if fits(memory_needed(gpt, recipe, precision, over=devices)["total"], device.memory):
             return f"{devices} × {device.name}"
     return None
-
-
-def _verdict(need: float, memory: float) -> str:
-    return "fits" if fits(need, memory) else "does not fit"

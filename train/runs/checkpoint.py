@@ -28,7 +28,6 @@ from lingpt.common.files import (
     sync,
     write_errors,
 )
-from lingpt.common.json_values import what_is_wrong
 from lingpt.common.run_folder import (
     CHECKPOINTS,
     METRICS,
@@ -54,7 +53,7 @@ T = TypeVar("T")
 # What a run needs of a manifest to resume.
 _MANIFEST = {
     "step": int, "tokens": int, "train_time": int | float, "skipped": int, "skipped_in_a_row": int,
-    "config": {"model": dict, "data": dict, "train": dict}, "data_fingerprint": str,
+    "data_fingerprint": str,
 }  # fmt: skip
 
 
@@ -243,9 +242,18 @@ def load_manifest(checkpoint: Path) -> dict[str, Any]:
     manifest = read_manifest(checkpoint)
     if manifest is None:
         raise UserError(f"the checkpoint {checkpoint} is not whole: resume from an older one, or auto")
-    if wrong := what_is_wrong(manifest, _MANIFEST):
-        raise UserError(f"the checkpoint {checkpoint} is not of a run ({wrong}): resume from another one")
+    wrong = [key for key, kind in _MANIFEST.items() if not isinstance(manifest.get(key), kind)]
+    wrong += [] if is_whole_recipe(manifest.get("config")) else ["config"]
+    if wrong:
+        found = f"{wrong[0]} is {manifest.get(wrong[0])!r:.60}"
+        raise UserError(f"the checkpoint {checkpoint} is not of a run ({found}): resume from another one")
     return manifest
+
+
+def is_whole_recipe(config: Any) -> bool:
+    """Whether `config`, of a manifest or config.yaml, has all parts of a recipe."""
+    parts = ("model", "data", "train")
+    return isinstance(config, dict) and all(isinstance(config.get(part), dict) for part in parts)
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:

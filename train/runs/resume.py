@@ -33,7 +33,7 @@ from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, rec
 from lingpt.train.console import print_rank0
 from lingpt.train.model import config_of
 from lingpt.train.report import diverged_message
-from lingpt.train.runs.checkpoint import clear_leftovers, load_manifest, why_unusable
+from lingpt.train.runs.checkpoint import clear_leftovers, is_whole_recipe, load_manifest, why_unusable
 from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.step import learning_rates
 
@@ -103,21 +103,16 @@ def _recorded_config(folder: Path) -> dict[str, Any] | None:
     """
     newest = newest_checkpoint(folder)
     config = (read_manifest(newest) or {}).get("config") if newest else None
-    if not _is_whole(config) and (folder / CONFIG).exists():
+    if not is_whole_recipe(config) and (folder / CONFIG).exists():
         try:
             config = read_config(folder)
         except UserError as error:
             print_rank0(f"resume: {error}; it is written again")
             return None
-        if not _is_whole(config):
+        if not is_whole_recipe(config):
             print_rank0(f"resume: {folder / CONFIG} is cut short; it is written again")
             return None
     return config
-
-
-def _is_whole(config: Any) -> bool:
-    parts = ("model", "data", "train")
-    return isinstance(config, dict) and all(isinstance(config.get(part), dict) for part in parts)
 
 
 def _newest_usable(folder: Path) -> Path | None:
