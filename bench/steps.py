@@ -39,7 +39,7 @@ from lingpt.bench.step_results import (
     Row,
 )
 from lingpt.common.errors import UserError
-from lingpt.data import DataConfig
+from lingpt.data import Batch, DataConfig
 from lingpt.models import ATTENTIONS, GPT, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
 from lingpt.train.compilation import compiles
@@ -67,6 +67,11 @@ COMPARED: dict[str, dict[str, Any]] = {
     "softmax-cudnn": {"attention": "softmax", "sdpa": "cudnn"},
     "gla": {"attention": "gla"},
 }
+# The same on packed documents, timed only where they are asked for.
+PACKED = {
+    f"{name}-packed": COMPARED[name] for name in ("ours", "ours-gated", "hybrid", "softmax-flash", "gla")
+}
+DOCUMENT = 700  # tokens of a packed document, about the mean of Wiki-40B
 SIZES = ("pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b")
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 USUAL_LENGTH, SWEPT = 8192, ("pythia-160m", "pythia-1.4b")  # every size at this, and these at every length
@@ -75,7 +80,10 @@ TOKENS, ROUNDS = 131072, 2
 WARMUP_STEPS, MIN_STEPS, MIN_SECONDS, MAX_SECONDS = 2, 3, 2.0, 15.0
 # Above the number of attentions, as each is compiled once per shape: beyond the limit PyTorch would run
 # eagerly.
-COMPILED: dict[str, Any] = {"recompile_limit": 2 * len(COMPARED), "fail_on_recompile_limit_hit": True}
+COMPILED: dict[str, Any] = {
+    "recompile_limit": 2 * len(COMPARED | PACKED),
+    "fail_on_recompile_limit_hit": True,
+}
 
 
 class Shape(NamedTuple):
@@ -131,8 +139,15 @@ class Trained:
                 block.add_module("attn", Identity(block.attn, dense=attention == DENSE_IDENTITY))
         self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
         self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, recipe.train))
-        shape = recipe.train.micro_batch_size, recipe.data.seq_len + 1
-        self.micro_batch = torch.randint(config.vocab_size, shape, device=parallel.device)
+        B, N = recipe.train.micro_batch_size, recipe.data.seq_len
+        self.micro_batch: torch.Tensor | Batch = torch.randint(
+            config.vocab_size, (B, N + 1), device=parallel.device
+        )
+        if attention in PACKED:
+            borders = torch.randint(B * N, (B * N // DOCUMENT,), device=parallel.device)
+            rows = torch.arange(0, B * N + 1, N, device=parallel.device)
+            cu_seqlens = torch.cat((borders, rows)).sort().values.int()
+            self.micro_batch = Batch(self.micro_batch[:, :-1], self.micro_batch[:, 1:], cu_seqlens)
 
     def step(self) -> None:
         """One optimiser step. RuntimeError if its loss is not finite, as only real training is timed."""
@@ -155,7 +170,8 @@ def bench_steps(
     save_to: Path | None = None,
     append: bool = False,
 ) -> Results:
-    """Times a training step of each of the `attentions` (names of COMPARED) at each model and length.
+    """Times a training step of each of the `attentions` (names of COMPARED, by default all of them, and of
+    PACKED) at each model and length.
 
     Args:
         models, seq_lens: every model at every length; if not given, SIZES at USUAL_LENGTH, and those SWEPT at
@@ -170,7 +186,7 @@ def bench_steps(
 
     Raises UserError for invalid names and numbers.
     """
-    names = chosen("attention", attentions, COMPARED, COMPARED)
+    names = chosen("attention", attentions, COMPARED | PACKED, COMPARED)
     shapes = choose_shapes(models, seq_lens, tokens_per_step)
     machine = choose_machine(TrainConfig(accelerator=accelerator, devices=1, num_nodes=1))
     parallel = Parallel(machine)
@@ -229,7 +245,7 @@ def _recipes(
     data = DataConfig(seq_len=shape.seq_len)
     recipes = {
         name: Recipe(ModelArgs(name=shape.model, block_size=shape.seq_len, **model), data, train)
-        for name, model in COMPARED.items()
+        for name, model in (COMPARED | PACKED).items()
     }
     sizes = micro_batch_sizes(next(iter(recipes.values())), machine.world_size)
     if micro_batch_tokens is not None:
@@ -306,5 +322,6 @@ def _time_round(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) 
     row.steps += len(spans)
     row.first_step_seconds = row.first_step_seconds or first
     row.tokens_per_second = 1e3 * row.tokens / row.ms
-    row.mfu = mfu(row.tokens_per_second, trained.gpt.flops_per_token(row.seq_len), machine.peak)
+    length = min(DOCUMENT, row.seq_len) if row.attention in PACKED else row.seq_len
+    row.mfu = mfu(row.tokens_per_second, trained.gpt.flops_per_token(length), machine.peak)
     row.peak_memory = parallel.peak_memory if device.type == "cuda" else None

@@ -29,6 +29,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(steps, name, value)
 
 
+def test_packed_documents_are_timed_beside_the_same_without(tmp_path: Path):
+    names = ["hybrid", "hybrid-packed"]
+    sizes = ON_A_CPU | {"tokens_per_step": 3200}
+    results = bench_steps(["demo"], [1600], names, rounds=1, **sizes)
+    assert [(row.attention, row.status) for row in results.rows] == [(name, "ok") for name in names]
+
+
 def test_every_attention_takes_its_turn(tmp_path: Path, monkeypatch, capsys):
     """Two rounds over all attentions of a shape; one that cannot run, or breaks, is a row with its reason."""
     turns, trained = [], steps.Trained
