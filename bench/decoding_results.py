@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.bench.results import BenchResults, BenchRow, made_on, markdown, number
+from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
 from lingpt.common.format import scaled
-from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats, style_axes
 from lingpt.plots.palette import DASHES, line_styles
 
 COLUMNS = (
@@ -80,8 +80,7 @@ class DecodeResults(BenchResults[DecodeRow]):
             _draw_model([row for row in rows if row.model == model], *axes)
             axes[0].set_title(f"{model}: time of a token")
             axes[1].set_title(f"{model}: decoding state of a sequence")
-        handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
+        legend_beside(figure, *panels[0][0].get_legend_handles_labels())
         add_caption(figure, f"A model with random weights; medians.\n{made_on(self.environment)}.")
         return save_formats(figure, folder, "decode")
 
@@ -122,7 +121,7 @@ def _draw_model(rows: list[DecodeRow], times: Any, states: Any) -> None:
             states.plot(x, y, markersize=4, linewidth=1.5, **style)
     for panel, what, unit in ((times, "time", "ms"), (states, "state", "MB")):
         panel.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel=f"{what} ({unit})")
-        panel.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in contexts])
+        panel.set_xticks(contexts, list(map(in_k, contexts)))
         low, high = panel.get_ylim()
         ticks = [y for y in TICKS[unit] if low <= y <= high]
         panel.set_yticks(ticks, [f"{y:g}" for y in ticks])

@@ -229,6 +229,12 @@ def markdown(columns: tuple[str, ...], lines: list[list[str]]) -> str:
     return head + "".join(f"| {' | '.join(line)} |{' |' * (len(columns) - len(line))}\n" for line in lines)
 
 
+def in_k(n: int) -> str:
+    """A length as a tick of an axis: `8k`, `300k`, `512`."""
+    size = next((size for size in (1024, 1000) if n % size == 0), 1)
+    return f"{n // size}k" if size > 1 else str(n)
+
+
 def number(value: float | None, format: str) -> str:
     """The value, formatted; a dash if it is not known."""
     return "–" if value is None or math.isnan(value) else f"{value:{format}}"

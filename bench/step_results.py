@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.bench.results import BenchResults, BenchRow, made_on, markdown, number
-from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
+from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats, style_axes
 from lingpt.plots.palette import line_styles
 
 IDENTITY, DENSE_IDENTITY, FLASH = "identity", "identity-dense", "softmax-flash"
@@ -84,8 +84,7 @@ class Results(BenchResults[Row]):
         for panel, (model, lines) in zip(axes, panels.items(), strict=True):
             _draw_model(panel, model, lines)
         axes[0].set_ylabel("a training step, × as fast as by FlashAttention-2")
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
+        legend_beside(figure, *axes[0].get_legend_handles_labels())
         batches = " and ".join(
             f"{tokens:,}" for tokens in sorted({row.tokens for row in self.rows if row.ms})
         )
@@ -129,7 +128,7 @@ def _draw_model(panel: Any, model: str, lines: dict[str, list[tuple[int, float]]
         panel.plot(x, y, label=name, linewidth=width, markersize=4, **style)
     ticks = sorted({n for points in lines.values() for n, _ in points})
     panel.set(xscale="log", yscale="log", title=model, xlabel="N (tokens of a sequence)")
-    panel.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
+    panel.set_xticks(ticks, list(map(in_k, ticks)))
     low, high = panel.get_ylim()
     marks = [y for y in (0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30) if low <= y <= high]
     panel.set_yticks(marks, [f"{y:g}×" for y in marks])

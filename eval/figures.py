@@ -7,7 +7,7 @@ from typing import Any
 from lingpt.common.run_folder import without_seed
 from lingpt.eval.comparison import mean_scores
 from lingpt.eval.scores import About, Result, Score
-from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats, style_axes
 from lingpt.plots.palette import line_styles
 
 
@@ -38,9 +38,7 @@ def draw_positions(results: Sequence[Result], folder: Path) -> list[Path]:
         _style_panel(panel, name, list(drawn.values()))
     panels[0].set_ylabel("loss (nats per token)")
     lines = [legend[i] for i in sorted(legend)]
-    key = figure.legend(handles=lines, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
-    for text in key.get_texts():
-        text.set_parse_math(False)  # a $ in a name begins no formula
+    legend_beside(figure, lines, [line.get_label() for line in lines])
     add_caption(figure, caption([(about, score) for about, scores in found for score in scores]))
     return save_formats(figure, folder, "positions")
 

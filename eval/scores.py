@@ -192,6 +192,12 @@ def signed_difference(difference: tuple[float, float | None] | None, decimals: i
     return DASH if difference is None else with_error(*difference, f"+.{decimals}f")
 
 
+def share(name: str, values: Sequence[bool]) -> dict[str, float | None]:
+    """The metric `name`, the share of the values that are true, and its standard error."""
+    mean = sum(values) / len(values)
+    return {name: mean, f"{name}_stderr": (mean * (1 - mean) / (len(values) - 1)) ** 0.5}
+
+
 def pack_bits(bits: Sequence[bool]) -> str:
     """Bits as base64, eight per byte: 14,042 questions in 2.3 kB."""
     return base64.b64encode(np.packbits(np.asarray(bits, dtype=bool)).tobytes()).decode()

@@ -35,6 +35,15 @@ def style_axes(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def legend_beside(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> Any:
+    """Adds a legend to the right of the panels, with lines long enough to show dashes beside the marker."""
+    style: dict[str, Any] = {"frameon": False, "fontsize": 8, "handlelength": 4}
+    legend = figure.legend(handles, labels, loc="outside right upper", **style)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a $ in a name begins no formula
+    return legend
+
+
 def add_caption(figure: Any, text: str) -> None:
     """Adds a caption under a figure with the constrained layout, each line of `text` wrapped to its width."""
     lines = [textwrap.fill(line, int(15 * figure.get_figwidth())) for line in text.splitlines()]

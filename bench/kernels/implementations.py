@@ -8,6 +8,7 @@ To add one, add an entry to IMPLEMENTATIONS at the end of this file.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import re
@@ -142,37 +143,15 @@ def _cumsum(x: Inputs) -> Tensor:
     return (u / g).to(x["q"].dtype)
 
 
-def _fla_linear(function: str, normalize: bool) -> Attention:
-    def call(x: Inputs) -> Tensor:
-        from fla.ops import linear_attn
+def _fla(function: str, names: str = "q k v", **options: Any) -> Attention:
+    """A function of `fla.ops`, such as `gla.chunk_gla`, of the inputs with these names."""
+    module, _, name = function.partition(".")
 
-        return getattr(linear_attn, function)(x["q"], x["k"], x["v"], scale=1.0, normalize=normalize)[0]
+    def call(x: Inputs) -> Tensor:
+        attend = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+        return attend(*(x[n] for n in names.split()), **options)[0]
 
     return call
-
-
-def _fla_lightning(x: Inputs) -> Tensor:
-    from fla.ops.lightning_attn import chunk_lightning_attn
-
-    return chunk_lightning_attn(x["q"], x["k"], x["v"], layer_idx=0, num_layers=12, scale=1.0)[0]
-
-
-def _fla_gla(x: Inputs) -> Tensor:
-    from fla.ops.gla import chunk_gla
-
-    return chunk_gla(x["q"], x["k"], x["v"], x["g"])[0]
-
-
-def _fla_simple_gla(x: Inputs) -> Tensor:
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    return chunk_simple_gla(x["q"], x["k"], x["v"], x["log_decay"], scale=1.0)[0]
-
-
-def _fla_delta_rule(x: Inputs) -> Tensor:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["log_decay"], x["beta"])[0]
 
 
 def _mamba2(x: Inputs) -> Tensor:
@@ -232,19 +211,25 @@ _ALL = (
     Implementation("ours-chunkwise", "ours, chunkwise PyTorch", inputs.random, _ours("chunkwise"),
                    _ours("chunkwise"), colour_of="ours"),
     Implementation("torch-cumsum", "PyTorch, cumulative sums", inputs.random, _cumsum, _ours("chunkwise")),
-    Implementation("fla-linear", "FLA linear", inputs.random, _fla_linear("chunk_linear_attn", False),
+    Implementation("fla-linear", "FLA linear", inputs.random,
+                   _fla("linear_attn.chunk_linear_attn", scale=1.0, normalize=False),
                    oracles.linear, _FLA, autotunes=True),
     Implementation("fla-linear-norm", "FLA linear, normalised", inputs.positive,
-                   _fla_linear("chunk_linear_attn", True), oracles.normalised, _FLA, autotunes=True),
+                   _fla("linear_attn.chunk_linear_attn", scale=1.0, normalize=True),
+                   oracles.normalised, _FLA, autotunes=True),
     Implementation("fla-fused-linear", "FLA fused linear", inputs.random,
-                   _fla_linear("fused_chunk_linear_attn", False), oracles.linear, _FLA, autotunes=True),
-    Implementation("fla-lightning", "FLA lightning", inputs.lightning, _fla_lightning, oracles.linear, _FLA,
-                   autotunes=True),
-    Implementation("fla-gla", "FLA GLA", inputs.gated, _fla_gla, oracles.gated, _FLA, autotunes=True,
-                   min_traffic=(5, 10), colour_of="gla"),
-    Implementation("fla-simple-gla", "FLA simple GLA", inputs.token_decayed, _fla_simple_gla, oracles.linear,
-                   _FLA, (_sound_scalar_gates,), autotunes=True, training_only=True),
-    Implementation("fla-delta-rule", "FLA Gated DeltaNet", inputs.delta_rule, _fla_delta_rule,
+                   _fla("linear_attn.fused_chunk_linear_attn", scale=1.0, normalize=False),
+                   oracles.linear, _FLA, autotunes=True),
+    Implementation("fla-lightning", "FLA lightning", inputs.lightning,
+                   _fla("lightning_attn.chunk_lightning_attn", layer_idx=0, num_layers=12, scale=1.0),
+                   oracles.linear, _FLA, autotunes=True),
+    Implementation("fla-gla", "FLA GLA", inputs.gated, _fla("gla.chunk_gla", "q k v g"),
+                   oracles.gated, _FLA, autotunes=True, min_traffic=(5, 10), colour_of="gla"),
+    Implementation("fla-simple-gla", "FLA simple GLA", inputs.token_decayed,
+                   _fla("simple_gla.chunk_simple_gla", "q k v log_decay", scale=1.0),
+                   oracles.linear, _FLA, (_sound_scalar_gates,), autotunes=True, training_only=True),
+    Implementation("fla-delta-rule", "FLA Gated DeltaNet", inputs.delta_rule,
+                   _fla("gated_delta_rule.chunk_gated_delta_rule", "q k v log_decay beta"),
                    oracles.delta_rule, _FLA, (_sound_scalar_gates,), autotunes=True, training_only=True),
     Implementation("mamba2", "Mamba-2's SSD", inputs.mamba2, _mamba2, oracles.mamba2, _MAMBA,
                    autotunes=True, training_only=True),

@@ -12,7 +12,7 @@ import torch
 from lingpt.bench.clock import Clock
 from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
 from lingpt.bench.kernels.shapes import REFERENCE, Shape
-from lingpt.bench.results import BenchResults, BenchRow, made_on, markdown, number
+from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
 from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
 from lingpt.plots.palette import colours
 
@@ -206,7 +206,7 @@ def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
             bounds = [results.lower_bound_ms(shape, units) for shape in shapes.values()]
             panel.plot(list(shapes), bounds, ":", color="grey", label="least traffic at the copy bandwidth")
         panel.set(xscale="log", yscale="log", title=title, xlabel=AXES[axis], ylabel=label)
-        panel.set_xticks(values, list(map(_tick, values)))
+        panel.set_xticks(values, list(map(in_k, values)))
         panel.minorticks_off()
         style_axes(panel)
     handles, labels = panels[0].get_legend_handles_labels()
@@ -227,12 +227,6 @@ def _matches(shape: Shape, fixed: dict[str, int]) -> bool:
 def _value(row: Row, field: str) -> float:
     value = getattr(row, field)
     return value * row.shape.unit_bytes() / 1e9 if field.endswith("memory") else value
-
-
-def _tick(value: int) -> str:
-    if value < 1000:
-        return str(value)
-    return f"{value // 1024}k" if value % 1024 == 0 else f"{value // 1000}k"
 
 
 def _bytes_in_the_time(results: Results) -> dict[str, dict[str, float]]:

@@ -7,7 +7,7 @@ that says the number. The needles' depths are spread evenly over the text.
 import random
 
 from lingpt.eval.lm import LinGPTLM, Pair
-from lingpt.eval.scores import Score, pack_bits
+from lingpt.eval.scores import Score, pack_bits, share
 from lingpt.eval.texts import prompts_hash
 
 LENGTHS = tuple(1024 << i for i in range(6))  # up to 32,768 tokens
@@ -25,12 +25,11 @@ def find_needles(lm: LinGPTLM, needles: int = NEEDLES) -> Score:
     """How often greedy decoding gives the number, in texts that fill the model's context."""
     pairs = [make_needle(lm, i / max(1, needles - 1), seed=i) for i in range(needles)]
     found = [greedy for _, greedy in lm.score(pairs)]
-    mean = sum(found) / needles
     return Score(
         task="needle",
         documents=needles,
         complete=True,
-        metrics={"exact": mean, "exact_stderr": (mean * (1 - mean) / (needles - 1)) ** 0.5},
+        metrics=share("exact", found),
         correct={"exact": pack_bits(found)},
         prompts=prompts_hash(pairs),
     )

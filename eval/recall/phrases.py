@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lingpt.eval.lm import LinGPTLM, Pair
-from lingpt.eval.scores import Score, pack_bits
+from lingpt.eval.scores import Score, pack_bits, share
 from lingpt.eval.texts import Texts, Unsuitable, prompts_hash, spans
 
 QUESTIONS, OF_A_DOCUMENT = 256, 8
@@ -44,14 +44,8 @@ def recall_phrases(lm: LinGPTLM, texts: Texts) -> Score:
     with_text = _ask(lm, asked, [f"{q.text}\n\n{q.cue}" for q in asked])
     alone = _ask(lm, asked, [q.cue for q in asked])
     right = [answer.right for answer in with_text]
-    metrics: dict[str, float | None] = {}
-    for name, values in (
-        ("acc", right),
-        ("acc_alone", [answer.right for answer in alone]),
-        ("exact", [answer.greedy for answer in with_text]),
-    ):
-        mean = sum(values) / len(values)
-        metrics |= {name: mean, f"{name}_stderr": (mean * (1 - mean) / (len(values) - 1)) ** 0.5}
+    metrics = share("acc", right) | share("acc_alone", [answer.right for answer in alone])
+    metrics |= share("exact", [answer.greedy for answer in with_text])
     return Score(
         task="recall_phrases",
         texts=texts.name,

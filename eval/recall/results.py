@@ -13,7 +13,7 @@ from lingpt.common.files import read_bytes
 from lingpt.eval.recall.mqar import Trained, Trial
 from lingpt.eval.scores import DASH, percent
 from lingpt.eval.tables import Table, save_tables
-from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats, style_axes
 from lingpt.plots.palette import line_styles
 
 RESULTS = "mqar.json"
@@ -112,8 +112,7 @@ def _draw(results: Sequence[Trained], folder: Path) -> list[Path]:
             panel.plot(x, y, label=name, markersize=4.5, linewidth=1.5, **styles[name])
         _style_panel(panel, count, widths)
     panels[0].set_ylabel("accuracy (%)")
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
+    legend_beside(figure, *panels[0].get_legend_handles_labels())
     text = (
         f"Accuracy by the best of the rates {_rates(results)}. Dashed grey: a guess among the sequence's "
         f"values. {_setting(results)}"
