@@ -1,6 +1,7 @@
 """`lingpt data`: prepares a recipe's data and describes it."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 from lingpt.data import Dataset, prepare
@@ -16,7 +17,8 @@ SAMPLE_TOKENS, SAMPLE_LINES, SAMPLE_WIDTH = 200, 6, 100
 def run(recipe: Recipe) -> None:
     """Prepares `--data.*` of the recipe, checked against its model's vocabulary, and prints a report."""
     start = time.perf_counter()
-    dataset = prepare(recipe.data, padded_vocab_size=config_of(recipe).padded_vocab_size)
+    config = replace(recipe.data, stream=False)
+    dataset = prepare(config, padded_vocab_size=config_of(recipe).padded_vocab_size)
     print(report(dataset, time.perf_counter() - start))
 
 

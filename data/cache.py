@@ -12,6 +12,7 @@ which are checked as they are read.
 import hashlib
 import json
 import sys
+import time
 import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -87,8 +88,7 @@ def token_cache(
         UserError: from the corpus; or if a split got no documents, or the disk cannot be written
     """
     fraction = None if corpus.val else val_fraction
-    decides = json.dumps([FORMAT, corpus.content_hash, tokenizer.hash, fraction])
-    folder = cache_dir / "tokens" / hashlib.sha256(decides.encode()).hexdigest()[:32]
+    folder = entry_folder(corpus, tokenizer, cache_dir, fraction)
     if not folder.exists():
         with write_errors(folder.parent, WRITE_ADVICE), _lock(folder, progress) as locked:
             if locked:  # so partial folders are those of killed processes
@@ -106,6 +106,12 @@ def token_cache(
                 "if you trust it, or choose another place with --data.cache_dir or LINGPT_CACHE"
             )
     return TokenCache(folder)
+
+
+def entry_folder(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path, fraction: float | None) -> Path:
+    """Where the entry of `corpus` is, or will be. fraction: of the documents, held out by their hash."""
+    decides = json.dumps([FORMAT, corpus.content_hash, tokenizer.hash, fraction])
+    return cache_dir / "tokens" / hashlib.sha256(decides.encode()).hexdigest()[:32]
 
 
 @contextmanager
@@ -190,7 +196,8 @@ def _encode(
     progress: bool,
     empty: dict[str, int],
 ) -> Generator[Encoded]:
-    """The encoded documents of `split`, under a progress bar; those without a text are counted in `empty`."""
+    """The encoded documents of `split`, under a progress bar with documents per second and the time left;
+    those without a text are counted in `empty`."""
     hidden = None if progress else True  # None: hidden where stderr is not a terminal
     bar = tqdm(
         total=split.total,
@@ -208,10 +215,13 @@ def _encode(
                 empty[name] += 1
                 bar.update(document.advance)
 
+    began = time.monotonic()
     with bar, closing(encode_documents(with_text(), tokenizer, num_workers)) as documents:
-        for document in documents:
+        for number, document in enumerate(documents, start=1):
             yield document
-            bar.update(document.advance)
+            if bar.update(document.advance) and split.unit != "doc":  # it has been drawn
+                rate = number / (time.monotonic() - began)
+                bar.set_postfix_str(f"{rate:,.0f} documents/s", refresh=False)
 
 
 def split_by_content(

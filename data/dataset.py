@@ -11,10 +11,11 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import cache_dir, write_errors
 from lingpt.common.options import RARE, Option, check_options
 from lingpt.data.answers import ANSWERS, AnswerTokenizer
-from lingpt.data.cache import WRITE_ADVICE, TokenCache, token_cache
+from lingpt.data.cache import WRITE_ADVICE, TokenCache, entry_folder, token_cache
 from lingpt.data.corpus import TEXT_KEY, Corpus
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.files import files_corpus, find_files, whole_corpus
+from lingpt.data.growing import GrowingDataset
 from lingpt.data.hub import HUB, hub_corpus, is_saved, saved_corpus
 from lingpt.data.mixture import Mixture, parse_mixture
 from lingpt.data.paths import expand
@@ -45,6 +46,9 @@ class DataConfig:
         "lies in the lowest val_fraction")] = None
     val_sources: Annotated[str | None, Option(
         "further texts to validate on, each reported apart: name=source,name=source")] = None
+    stream: Annotated[bool, Option(
+        "train before the last document is tokenised: samples are drawn from windows of 33 M tokens, one "
+        "after another; needs a validation text of its own")] = False
     text_key: Annotated[str, Option(
         "the field of JSONL, or the column of Parquet and of data sets, that holds the text; `a.b` is b in a"
     )] = TEXT_KEY
@@ -73,11 +77,18 @@ class DataConfig:
         return ANSWERS if self.rows == "answers" else self.text_key
 
 
+class Unfinished(NamedTuple):
+    """An entry of the cache that is being written, with what is known of its manifest."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+
 class Part(NamedTuple):
     """A source with its tokens. share: of the samples, in millionths."""
 
     corpus: Corpus
-    cache: TokenCache
+    cache: TokenCache | Unfinished
     share: int
     train: PackedDataset
     val: PackedDataset
@@ -90,7 +101,10 @@ class Part(NamedTuple):
             **manifest,
             "source": self.corpus.name,  # the manifest names the source that wrote this entry first
             "split": self.corpus.rule,
-            **{name: {**manifest[name], "blocks": len(blocks)} for name, blocks in splits.items()},
+            **{
+                name: {**manifest[name], "blocks": len(blocks)} if manifest[name] else {}
+                for name, blocks in splits.items()
+            },
             "cache": str(self.cache.folder),
         }
 
@@ -143,6 +157,8 @@ class Dataset:
 
     def repetitions(self, samples: int) -> str | None:
         """The line on how often each source is read by so many training samples; None if none repeats."""
+        if any(isinstance(part.cache, Unfinished) for part in self.parts):
+            return None  # not known yet
         whole = sum(part.share for part in self.parts)
         reads = [samples * part.share / whole / len(part.train) for part in self.parts]
         if max(reads) <= 1:
@@ -179,10 +195,15 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
             progress=progress,
         )
 
+    if config.stream and config.packing == "documents":
+        raise UserError("data.packing documents needs all of the text, which data.stream does not wait for")
     end = tokenizer.end_id if config.packing == "documents" else None
     parts = []
     for source, share in shares.items():
         corpus = open_corpus(source, config.val_source, folder, config.row_key)
+        if config.stream:
+            parts.append(_growing(replace(config, source=source), corpus, tokenizer, folder, share, cached))
+            continue
         cache = cached(corpus, config.val_fraction)
         splits = (_blocks(corpus.name, cache, split, config.seq_len, end) for split in ("train", "val"))
         parts.append(Part(corpus, cache, share, *splits))
@@ -199,7 +220,41 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
         val = val if config.val_source else Mixture([part.val for part in parts], weights)
         decides = [[part.cache.folder.name for part in parts], weights, config.seq_len]
     decides += [config.packing] if end is not None else []
+    decides += ["stream"] if config.stream else []
     return Dataset(train, val, tokenizer, _hash(decides)[:16], tuple(parts), others)
+
+
+def _growing(
+    config: DataConfig,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    share: int,
+    cached: Callable[[Corpus, float | None], TokenCache],
+) -> Part:
+    """The part of a source of `--data.stream`; its validation text is tokenised first."""
+    if corpus.val is None:
+        raise UserError(
+            f"{corpus.name} has no validation split, and to hold documents out of it all of it must be read: "
+            "give --data.val_source, or leave out --data.stream"
+        )
+    entry = entry_folder(corpus, tokenizer, folder, None)
+    held_out = replace(corpus, content_hash=_hash([corpus.content_hash, "val"]), train=corpus.val, val=None)
+    val_cache = cached(held_out, None)
+    val = _blocks(corpus.name, val_cache, "train", config.seq_len, None)
+    manifest = {
+        **val_cache.manifest,
+        "content_hash": corpus.content_hash,
+        "train": {},
+        "val": val_cache.manifest["train"],
+    }
+    cache = TokenCache(entry) if entry.exists() else Unfinished(entry, manifest)
+
+    def finished() -> PackedDataset:
+        return _blocks(corpus.name, TokenCache(entry), "train", config.seq_len, None)
+
+    work = replace(config, stream=False, val_sources=None)
+    return Part(corpus, cache, share, GrowingDataset(entry, config.seq_len, finished, prepare, [work]), val)
 
 
 def val_sources(config: DataConfig) -> dict[str, str]:

@@ -16,6 +16,7 @@ from lingpt.common.errors import UserError, one_line
 from lingpt.data.order import permute
 from lingpt.data.tokens import Encoded
 
+CHECKSUM = "crc32"  # the key of a record batch's, for those that read an unfinished file
 ROWS = 1 << 20  # tokens of a record batch, the largest contiguous view
 
 
@@ -154,7 +155,9 @@ class StreamWriter:
 
         tokens = pa.array(self._buffer[: self._filled])
         self.checksums.append(zlib.crc32(self._buffer[: self._filled].data))
-        self._arrow.write_batch(pa.record_batch([tokens], schema=self._schema))
+        batch = pa.record_batch([tokens], schema=self._schema)
+        self._arrow.write_batch(batch, {CHECKSUM: str(self.checksums[-1])})
+        self._file.flush()  # others may read it already
         self._filled = 0
 
     def __exit__(self, kind: type | None, *_: object) -> None:

@@ -1,0 +1,108 @@
+"""`--data.stream`: the same samples whether or not the text has been tokenised yet."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.data import BatchSampler, DataConfig, growing, prepare, stream
+from lingpt.data.cache import TokenCache
+
+
+@pytest.fixture
+def config(write_jsonl, texts, tokenizer_path, tmp_path: Path, monkeypatch) -> DataConfig:
+    monkeypatch.setattr(growing, "WINDOW", 32 * 50)
+    paths = {
+        "val_source": str(write_jsonl(texts(9, seed=1), "v.jsonl")),
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    return DataConfig(str(write_jsonl(texts(300))), tokenizer_path, 32, stream=True, **paths)
+
+
+def test_samples_are_those_of_the_finished_cache(config, monkeypatch):
+    """Before, while and after the text is tokenised, and over the end of the first epoch; each block once an
+    epoch, those of the first window before others. The second start tokenises nothing."""
+    first = prepare(config, progress=False)
+    assert first.describe()["train"] == {} and not first.parts[0].cache.folder.exists()
+    batches = BatchSampler(first.train, 5, 8)
+    early = batches.get(0, range(8))
+    n = len(first.train)
+    late = [batches.get(step, range(8)) for step in range(3 * n // 8)]
+    monkeypatch.setattr(growing, "get_context", lambda _: pytest.fail("tokenised again"))
+    second = prepare(config, progress=False)
+    assert second.fingerprint == first.fingerprint and second.describe()["train"]["blocks"] == n
+    again = BatchSampler(second.train, 5, 8)
+    for step in reversed(range(3 * n // 8)):
+        assert torch.equal(again.get(step, range(8)), late[step])
+    assert torch.equal(late[0], early)
+    order = np.concatenate([again.indices(step) for step in range(3 * n // 8)])
+    assert sorted(order[:n]) == sorted(order[n : 2 * n]) == list(range(n))
+    assert sorted(order[:50]) == list(range(50)) and order[:50].tolist() != list(range(50))
+    assert first.val.stream(0, 10**6).tolist() == second.val.stream(0, 10**6).tolist()
+    plain = prepare(replace(config, stream=False), progress=False)
+    assert plain.train.stream(0, 10**6).tolist() == second.train.stream(0, 10**6).tolist()
+    assert plain.fingerprint != second.fingerprint
+
+
+class Dead:
+    """A process that has not begun, or has ended."""
+
+    def __init__(self, alive: bool) -> None:
+        self.alive = alive
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def poll(self) -> bool:
+        return False
+
+
+def test_what_is_written_is_read_and_what_a_killed_process_left_is_not_taken_for_whole(config, monkeypatch):
+    """Record batches that are there in full, each checked against its checksum; a length is not known."""
+    monkeypatch.setattr(stream, "ROWS", 512)
+    monkeypatch.setattr(growing, "ROWS", 512)
+    whole = prepare(replace(config, stream=False), progress=False)
+    tokens, folder = whole.train.stream(0, 10**9), whole.parts[0].cache.folder
+    content = (folder / "train.arrow").read_bytes()
+    left = folder.with_name(f".{folder.name}.0000.partial")
+    folder.rename(left)
+    (left / "train.arrow").write_bytes(content[: len(content) * 2 // 3])
+    dataset = growing.GrowingDataset.__new__(growing.GrowingDataset)
+    monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
+    dataset.__init__(folder, 32, lambda: TokenCache(folder).blocks("train", 32), None, [])
+    dataset._process, dataset._errors = Dead(True), Dead(True)
+    found = dataset.stream(0, 512 * 5)
+    assert found.tolist() == tokens[: 512 * 5].tolist() and not dataset._whole
+    dataset._process.alive = False
+    with pytest.raises(UserError, match=r"the process that tokenises has ended \(killed.*: start again"):
+        len(dataset)
+    harmed = bytearray(content)
+    harmed[content.index(tokens[512 * 3 : 512 * 3 + 64].astype(np.uint16).tobytes()) + 1] ^= 255
+    (left / "train.arrow").write_bytes(harmed)
+    other = growing.GrowingDataset(folder, 32, None, None, [])
+    other._map_more()
+    assert other.stream_length == 512 * 3
+    shutil.rmtree(left)
+
+
+def test_a_fault_of_the_text_ends_the_run_with_its_line(config, tmp_path: Path):
+    """It is met by the other process, perhaps long after training began."""
+    with open(config.source, "a") as file:
+        file.write('{"body": "x"}\n')
+    with pytest.raises(
+        UserError, match=r"has ended \(.*corpus.jsonl, line 301 has no \"text\".*\): start again"
+    ):
+        len(prepare(config, progress=False).train)
+    assert not list((tmp_path / "cache" / "tokens").glob("*/train.arrow.partial"))
+
+
+def test_what_cannot_be_streamed_is_a_line(config):
+    """Documents held out by their hash are known at the end alone; so is how documents are packed."""
+    with pytest.raises(UserError, match=r"has no validation split.*give --data.val_source, or leave out"):
+        prepare(replace(config, val_source=None), progress=False)
+    with pytest.raises(UserError, match=r"data.packing documents needs all of the text"):
+        prepare(replace(config, packing="documents"), progress=False)
