@@ -36,7 +36,7 @@ def read_row(line: bytes, where: str) -> str:
             answers = [message["content"] for message in messages if message["role"] == "assistant"]
             kept = json.dumps({"messages": messages}, ensure_ascii=False)
         else:
-            texts = row["prompt"], row["completion"]
+            texts = [row["prompt"], row["completion"]]
             answers, kept = texts[1:], json.dumps(texts, ensure_ascii=False)
         if all(isinstance(text, str) for text in texts) and any(answers):
             kept.encode()

@@ -21,8 +21,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     if (repeats := q.shape[2] // k.shape[2]) > 1:  # PyTorch 2.11's kernel takes no fewer
         k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        rows = (x.flatten(0, 1) for x in (q, k, v))
-        o = varlen_attn(*rows, cu_seqlens, cu_seqlens, N, N, scale=scale, window_size=(-1, 0))
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        o = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, N, N, scale=scale, window_size=(-1, 0))
         assert isinstance(o, Tensor)
         return o.unflatten(0, (B, N))
     sequence = first_tokens(cu_seqlens, B, N).cumsum(1)

@@ -184,7 +184,11 @@ class GLA(LinearAttention):
         short_conv: bool = False,
         bias: bool = False,
     ) -> None:
-        options = {"gla_n_head": num_heads, "gla_expand_k": expand_k, "short_conv": short_conv}
+        options: dict[str, Any] = {
+            "gla_n_head": num_heads,
+            "gla_expand_k": expand_k,
+            "short_conv": short_conv,
+        }
         super().__init__(hidden_size, num_heads, bias=bias, **options)
 
 

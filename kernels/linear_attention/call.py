@@ -93,10 +93,8 @@ class Call(NamedTuple):
             call = call._replace(projected=None, gate_bias=None, qkv=qkv, token_log_decay=decay)
         if call.cu_seqlens is not None:
             (B, N, H, _), given = call.shape, call.inputs[0]
-            decay = call.token_log_decay
-            if decay is None:
-                head = call.head_log_decay
-                decay = given.new_zeros(H, dtype=state_dtype(given.dtype)) if head is None else head
+            own = call.head_log_decay if call.token_log_decay is None else call.token_log_decay
+            decay = given.new_zeros(H, dtype=state_dtype(given.dtype)) if own is None else own
             resets = first_tokens(call.cu_seqlens, B, N)[..., None]
             decay = decay.expand(B, N, H).masked_fill(resets, -math.inf)
             call = call._replace(cu_seqlens=None, head_log_decay=None, token_log_decay=decay)

@@ -136,7 +136,9 @@ def measure(argv: list[str]) -> dict[str, Any]:
 
     def watched(self: loop.Run, stop: Any) -> bool:
         finished = train(self, stop)
-        block = self.parallel.to_device(self.micro_batches.get(self.progress.step, 0)[:1])
+        batch = self.micro_batches.get(self.progress.step, 0)
+        assert isinstance(batch, torch.Tensor)
+        block = self.parallel.to_device(batch[:1])
         torch.set_float32_matmul_precision("highest")
         found.update(compare(self.gpt, block))
         return finished
