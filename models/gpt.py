@@ -8,9 +8,11 @@ Notable:
 - it counts its own parameters and FLOPs; each mechanism declares its part
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -35,6 +37,12 @@ class DecodingState:
     batch_size: int
     position: int = 0
 
+    def detach_(self) -> None:
+        """Cuts the gradient of everything in the state."""
+        for layer in self.layers:
+            if layer is not None:
+                vars(layer).update({name: _detached(x) for name, x in vars(layer).items()})
+
     def check_step(self, batch_size: int, tokens: int) -> None:
         """Raises UserError, before any layer's state changes, for another batch size or more tokens than
         there is room for."""
@@ -47,6 +55,12 @@ class DecodingState:
     def num_bytes(self) -> int:
         """Bytes of all tensors in the state, including a cache's unused capacity."""
         return sum(x.numel() * x.element_size() for x in tensors_in(self.layers))
+
+
+def _detached(x: Any) -> Any:
+    if isinstance(x, tuple):  # a named one
+        return type(x)(*map(_detached, x))
+    return x.detach() if isinstance(x, torch.Tensor) else x
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
@@ -133,6 +147,14 @@ class Block(nn.Module):
         return self.mlp(self.norm_2(x_BNC if self.config.parallel_residual else attended)) + attended
 
 
+def _with_copied_state(
+    block: Block, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any
+) -> tuple[torch.Tensor, Any]:
+    """The block's output and the state after it; `state` is unchanged, as the block may run again."""
+    after = copy.copy(state)
+    return block(x_BNC, cos_NR, sin_NR, after), after
+
+
 def rope_tables(
     config: Config, device: torch.device, positions: range | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,6 +202,7 @@ class GPT(Fp32Buffers):
     sin: torch.Tensor
     recompute_blocks: bool = False  # activation checkpointing: only the input of each block is kept
     context: Context | None = None  # the processes with the other pieces of the sequences
+    carried: DecodingState | None = None  # what `forward` continues in training (train/segments.py)
     any_length: bool = False  # may a sequence be longer than the block size?
 
     def __init__(self, config: Config) -> None:
@@ -249,6 +272,9 @@ class GPT(Fp32Buffers):
             start = self.context.rank * idx_BN.shape[1]
             if cu_seqlens is not None:
                 cu_seqlens = self.context.own_borders(cu_seqlens, *idx_BN.shape)
+        carried = None if state is not None else self.carried
+        if carried is not None:
+            start = carried.position
         end = start + idx_BN.shape[1]
         self.check_length(end)
         if state is not None:
@@ -261,8 +287,13 @@ class GPT(Fp32Buffers):
             state.position = end
             return hidden_BNC
         x_BNC = self.transformer["wte"](idx_BN)
-        for block in self.blocks:
-            if self.recompute_blocks and torch.is_grad_enabled():
+        for i, block in enumerate(self.blocks):
+            if carried is not None and carried.layers[i] is not None:
+                run: Any = partial(_with_copied_state, block, state=carried.layers[i])
+                if self.recompute_blocks and torch.is_grad_enabled():
+                    run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+                x_BNC, carried.layers[i] = run(x_BNC, cos_NR, sin_NR)
+            elif self.recompute_blocks and torch.is_grad_enabled():
                 # No dropout, so there is no random state to keep.
                 x_BNC = checkpoint(
                     block, *(x_BNC, cos_NR, sin_NR, None, cu_seqlens),
@@ -270,6 +301,8 @@ class GPT(Fp32Buffers):
                 )  # fmt: skip
             else:
                 x_BNC = block(x_BNC, cos_NR, sin_NR, None, cu_seqlens)
+        if carried is not None:
+            carried.position = end
         return self.transformer["ln_f"](x_BNC)
 
     def hidden_with_state(
@@ -290,6 +323,14 @@ class GPT(Fp32Buffers):
                 f"a sequence of {tokens} tokens, but the model's block size is {self.max_seq_length}: "
                 "shorten it, or build the model with a larger block_size"
             )
+
+    def carried_state(self, batch_size: int) -> DecodingState:
+        """An empty state of the layers whose states are of constant size; None for the others."""
+        state = self.new_state(batch_size, 1)
+        for i, block in enumerate(self.blocks):
+            if not block.attn.constant_state:
+                state.layers[i] = None
+        return state
 
     @property
     def constant_state(self) -> bool:

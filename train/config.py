@@ -103,6 +103,9 @@ class TrainConfig:
     context_parallel: Annotated[int, Option(
         "devices that hold the pieces of the same sequences, for sequences too long for one "
         "(docs/long-context.md)", least=1, most=1024, may_change=True)] = 1
+    segments: Annotated[int, Option(
+        "truncated back-propagation: a sequence is trained on in so many segments, each from the states that "
+        "the one before has left (docs/long-context.md)", least=1, most=1 << 20, may_change=True)] = 1
     activation_checkpointing: Annotated[bool, Option(
         "save only each block's input, and recompute the block in the backward pass: less memory, a third "
         "more computation", may_change=True)] = False
@@ -186,8 +189,8 @@ class Recipe:
 
     @property
     def piece_len(self) -> int:
-        """Tokens of each sequence that one device holds."""
-        return self.data.seq_len // self.train.context_parallel
+        """Tokens of each sequence that one device has at a time."""
+        return self.data.seq_len // self.train.context_parallel // self.train.segments
 
     def data_parallel(self, world_size: int) -> int:
         """Over how many (groups of) devices the sequences of a batch are divided."""

@@ -40,6 +40,7 @@ from lingpt.train.runs import checkpoint
 from lingpt.train.runs.checkpoint_writer import MAX_FAILURES, CheckpointWriter
 from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.runs.trackers import CLOCKS, Trackers
+from lingpt.train.segments import segment_losses
 from lingpt.train.signals import Stop
 from lingpt.train.step import learning_rates, make_optimizer, optimizer_step, set_learning_rate
 
@@ -79,7 +80,7 @@ class Run:
         self.folder, self.lock, self.progress = recipe.run_folder, lock, Progress()
         parallel.seed(t.seed)
         self.gpt = make_model(recipe, config, parallel.device, resume_from, init_from, parallel.sharded)
-        self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len)
+        self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len // t.segments)
         self.model = parallel.wrap(training_loss(recipe, self.gpt, compiles(recipe, parallel.device)))
         if parallel.sharded:
             fill_shards(self.gpt, t.seed, resume_from, init_from)
@@ -97,6 +98,7 @@ class Run:
         self.writer = CheckpointWriter(parallel.host_mesh)
         self.last_save, self.save_due = time.monotonic(), False
         self.val_loss: float | None = None  # at this step
+        self.by_segment: list[float] = []  # the last validation's losses of each segment, nats per token
         self.best = parallel.on_rank_zero(lambda: checkpoint.best_loss(self.folder))
         self.trackers = Trackers(lock)
         self.profiler = Profiler(self.folder / PROFILE, t.profile and parallel.rank == 0)
@@ -205,7 +207,9 @@ class Run:
             weights, _ = self.parallel.state(self.gpt, self.optimizer)
             self.parallel.on_checkpoint_ranks(lambda: self.writer.reserve(weights, self.optimizer))
         with self.parallel.accumulate(self.model, enabled=False):
-            self.parallel.backward(self.model(self.micro_batch(0)), self.tokens_per_step)
+            first = segment_losses(self.model, self.gpt, self.micro_batch(0), self.recipe.train.segments)
+            self.parallel.backward(next(first), self.tokens_per_step)
+            first.close()
         self.parallel.zero_gradients(self.optimizer)
         if on_gpu:
             torch.cuda.synchronize()
@@ -229,7 +233,8 @@ class Run:
         and gets the loss. UserError on all ranks if its disk cannot be written.
         """
         step, others = self.progress.step, self.dataset.val_sources
-        val, *more = self.validate(stop), *(self.validate(stop, blocks) for blocks in others.values())
+        val, by_segment = self.validate(stop), self.by_segment
+        more = [self.validate(stop, blocks) for blocks in others.values()]
         if val is None or None in more:
             print_rank0("the validation is left for when the run is resumed")
             return False
@@ -239,7 +244,8 @@ class Run:
         if saved:  # before the log, whose line marks this validation as done
             self.parallel.on_rank_zero(lambda: checkpoint.add_val_loss(self.folder, step, val))
             self.best = self.parallel.on_rank_zero(lambda: checkpoint.best_loss(self.folder))
-        self.log("val", loss=val, **({"losses": losses} if losses else {}))
+        details = {"losses": losses, "by_segment": by_segment if len(by_segment) > 1 else []}
+        self.log("val", loss=val, **{name: numbers for name, numbers in details.items() if numbers})
         self.val_loss = val
         return True
 
@@ -249,20 +255,21 @@ class Run:
         stopped."""
         if stop.agreed:
             return None
-        val, parallel = blocks or self.dataset.val, self.parallel
-        loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=parallel.device), 0.0
+        val, parallel, n = blocks or self.dataset.val, self.parallel, self.recipe.train.segments
+        loss_sum, tokens = torch.zeros(n, dtype=torch.float64, device=parallel.device), 0.0
         used = self.recipe.validation_blocks(len(val))
         batches = list(parallel.micro_batches(used, self.recipe.train.micro_batch_size))
         for batch, counts in progress_bar(batches, desc="validation", leave=False):
-            loss = self.model(parallel.to_device(val.gather(batch)))
+            losses = list(segment_losses(self.model, self.gpt, parallel.to_device(val.gather(batch)), n))
             if counts:
-                loss_sum += loss
+                loss_sum += torch.stack(losses)
                 tokens += val.num_targets(batch) / parallel.pieces
             if parallel.any_rank(stop.requested):  # checked at each batch, as all of them may take long
                 self.propagate_stop(stop)
                 return None
-        total, all_tokens = parallel.all_reduce_sum(loss_sum, tokens)
-        return total / all_tokens
+        *totals, all_tokens = parallel.all_reduce_sum(*loss_sum, tokens)
+        self.by_segment = [total / (all_tokens / n) for total in totals]
+        return sum(totals) / all_tokens
 
     def must_save(self) -> bool:
         """Whether `save_minutes` have passed; or the run must end, and `save` says why."""

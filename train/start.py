@@ -24,6 +24,7 @@ from lingpt.train.runs import checkpoint
 from lingpt.train.runs.environment import record_start
 from lingpt.train.runs.resume import check_init_from, give_back_name, resume_or_create
 from lingpt.train.runs.run_lock import RunLock
+from lingpt.train.segments import check_segments
 from lingpt.train.signals import stop_signals
 
 
@@ -46,6 +47,7 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
     machine, why = choose_strategy(choose_machine(recipe.train), gpt, recipe)
     check(recipe, machine.world_size)
     check_context_parallel(recipe, gpt, machine.world_size)
+    check_segments(recipe, gpt)
     if recipe.train.optimizer == "muon" and machine.strategy == "fsdp":
         raise UserError(
             "train.optimizer muon needs whole matrices, which fsdp splits: use --train.strategy ddp"

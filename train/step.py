@@ -16,6 +16,7 @@ from lingpt.train.config import Recipe, TrainConfig, decay_steps, warmup_steps
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.muon import MuonAndAdamW
 from lingpt.train.profile import span
+from lingpt.train.segments import segment_losses
 
 
 def learning_rates(config: TrainConfig, total_steps: int) -> Callable[[int], float]:
@@ -118,13 +119,18 @@ def optimizer_step(
     parallel, optimizer = training.parallel, training.optimizer
     parallel.zero_gradients(optimizer)
     loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
+    segments = training.recipe.train.segments
     for i, micro_batch in enumerate(micro_batches):
-        with parallel.accumulate(training.model, enabled=i < n - 1):
-            with span("forward"):
-                loss = training.model(micro_batch)
-            with span("backward"):
-                parallel.backward(loss, targets or training.tokens_per_step)
-        loss_sum += loss.detach()
+        losses = segment_losses(training.model, training.gpt, micro_batch, segments)
+        for segment in range(segments):
+            last = i == n - 1 and segment == segments - 1
+            with parallel.accumulate(training.model, enabled=not last):
+                with span("forward"):
+                    loss = next(losses)
+                with span("backward"):
+                    parallel.backward(loss, targets or training.tokens_per_step)
+            loss_sum += loss.detach()
+        losses.close()
     with span("optimizer"):
         norm = parallel.clip_gradients(training.gpt, training.recipe.train.grad_clip)
         sums = parallel.all_reduce_sum_async(loss_sum, *flags())

@@ -36,6 +36,8 @@ def check_context_parallel(recipe: Recipe, gpt: GPT, world_size: int) -> None:
             f"{option}, and data.seq_len {seq_len} does not divide into {n} pieces of {WIDTH} tokens or "
             "more: change one of them"
         )
+    if recipe.train.teacher is not None:
+        raise UserError(f"{option}, and train.teacher needs whole sequences: leave one of them out")
     for name in dict.fromkeys(gpt.config.attention_per_layer):
         if not ATTENTIONS[name].context_parallel:
             raise UserError(f"{option}, but {name} needs whole sequences: leave it out")

@@ -29,7 +29,14 @@ from lingpt.common.run_folder import (
     valid_checkpoints,
 )
 from lingpt.models import GPT, check_source, load_weights
-from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
+from lingpt.train.config import (
+    DATA_PATHS,
+    MAY_CHANGE,
+    Recipe,
+    differences,
+    recipe_from_dict,
+    with_defaults,
+)
 from lingpt.train.console import print_rank0
 from lingpt.train.model import config_of
 from lingpt.train.report import diverged_message
@@ -71,6 +78,13 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[P
     return checkpoint, init_from
 
 
+# What changes with an option that may change in a run that resumes.
+CHANGES = {
+    "train.context_parallel": "the losses stay the same up to rounding",
+    "train.segments": "gradients reach back as far as the new segments",
+}
+
+
 def _resume(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
     """Checks that recipe and data are those of `checkpoint`, and prints where the run resumes. A recipe
     without `init_from` gets the checkpoint's."""
@@ -91,6 +105,10 @@ def _resume(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
         f"resume: {checkpoint}, step {manifest['step']} of {recipe.total_steps} "
         f"({manifest['tokens'] / 1e6:.1f} M tokens, {duration(manifest['train_time'])} of training)"
     )
+    for key, means in CHANGES.items():
+        was, now = (with_defaults(config)[key] for config in (manifest["config"], recipe.to_dict()))
+        if was != now:
+            print_rank0(f"resume: {key} was {was} and is {now}: {means}")
     if jump := schedule_jump(recipe, manifest):
         print_rank0(jump)
 
