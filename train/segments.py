@@ -6,7 +6,7 @@ back beyond one (GLA, arXiv 2312.06635, trains so on 12 × 2K tokens). Softmax l
 A step's sequences begin with empty states and end within the step, so that checkpoints need none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -35,7 +35,9 @@ def check_segments(recipe: Recipe, gpt: GPT) -> None:
         raise UserError(f"{option}, and packed documents begin with empty states: leave one of them out")
 
 
-def segment_losses(model: Any, gpt: GPT, batch: torch.Tensor | Batch, n: int) -> Iterator[torch.Tensor]:
+def segment_losses(
+    model: Any, gpt: GPT, batch: torch.Tensor | Batch, n: int
+) -> Generator[torch.Tensor, None, None]:
     """The losses of the `n` segments of a batch `[B, N + 1]`, computed one after another: the gradient of
     each must be computed before the next is asked for. `model`: the wrapped loss of `gpt`."""
     if n == 1 or not isinstance(batch, torch.Tensor):
