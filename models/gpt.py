@@ -263,10 +263,12 @@ class GPT(Fp32Buffers):
         each row begins with one. A token sees its own document only. Equal numbers are empty documents: they
         pad cu_seqlens to a fixed size, for which nothing is compiled anew. RoPE's positions do not restart
         with a document: only distances within one matter. With `context` they are the borders in whole
-        sequences, not in this process's piece.
+        sequences, not in this process's piece. With a state, which must be new, the tokens that follow
+        continue each row's last document: so prompts of different lengths, padded on the left with anything,
+        are one batch.
         """
-        if cu_seqlens is not None and state is not None:
-            raise UserError("packed documents go without a state: give each one a row of its own")
+        if cu_seqlens is not None and state is not None and state.position:
+            raise UserError("the state has seen tokens, and packed documents begin anew: give a new state")
         start = state.position if state is not None else 0
         if state is None and self.context is not None:
             start = self.context.rank * idx_BN.shape[1]
@@ -283,7 +285,7 @@ class GPT(Fp32Buffers):
         if end > self.max_seq_length:
             cos_NR, sin_NR = rope_tables(self.config, self.cos.device, range(start, end))
         if state is not None:
-            hidden_BNC = self.hidden_with_state(idx_BN, cos_NR, sin_NR, state.layers)
+            hidden_BNC = self.hidden_with_state(idx_BN, cos_NR, sin_NR, state.layers, cu_seqlens)
             state.position = end
             return hidden_BNC
         x_BNC = self.transformer["wte"](idx_BN)
@@ -306,14 +308,19 @@ class GPT(Fp32Buffers):
         return self.transformer["ln_f"](x_BNC)
 
     def hidden_with_state(
-        self, idx_BN: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, layers: list[Any]
+        self,
+        idx_BN: torch.Tensor,
+        cos_NR: torch.Tensor,
+        sin_NR: torch.Tensor,
+        layers: list[Any],
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`hidden`, `[B, N, C]`, of tokens that continue those the layers' states have seen; updates the
         states. cos and sin `[N, R]` are those of the tokens' positions."""
         x_BNC = self.transformer["wte"](idx_BN)
         for block, layer_state in zip(self.blocks, layers, strict=True):
             # `forward`, as a compiled call would recompile for each length.
-            x_BNC = block.forward(x_BNC, cos_NR, sin_NR, layer_state)
+            x_BNC = block.forward(x_BNC, cos_NR, sin_NR, layer_state, cu_seqlens)
         return self.transformer["ln_f"](x_BNC)
 
     def check_length(self, tokens: int) -> None:

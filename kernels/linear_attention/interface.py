@@ -76,7 +76,8 @@ def linear_attention(
         cu_seqlens: int32 or int64 [sequences + 1], from 0 to B·N, not decreasing (not checked), as in
             FlashAttention: the B·N tokens, row after row, are sequences of different lengths, one after the
             other; each row begins with one. Outputs and gradients are those of separate calls: each sequence
-            begins with a reset. Repeated numbers are empty sequences. Not together with a state.
+            begins with a reset. Repeated numbers are empty sequences. States are one a row: the initial one
+            goes on with the row's first sequence if no border is before its first token.
         normalize: divide by the sum of the weights. False: z and n of a state are zeros and are not read.
         normalize_qk: False uses q, k and b unchanged. A normaliser may then be near zero or change sign, with
             meaningless o: the caller must prevent that.
@@ -119,6 +120,7 @@ def linear_attention_with_state(
     *,
     a: float | Tensor = 1.0,
     log_decay: Tensor | Sequence[float] | None = None,
+    cu_seqlens: Tensor | None = None,
     normalize: bool = True,
     normalize_qk: bool = True,
     causal: bool = True,
@@ -128,10 +130,11 @@ def linear_attention_with_state(
     """`linear_attention` and the state after the last token: (o, state).
 
     Given as `initial_state` of the next call, the state continues the sequence: for decoding, or for long
-    sequences in parts. Of packed sequences (cu_seqlens) call each one by itself.
+    sequences in parts. With cu_seqlens there is one a row:
+    that of the row's last sequence.
     """
     return _run(_call(
-        q, k, v, a=a, b=b, log_decay=log_decay, cu_seqlens=None, causal=causal, normalize=normalize,
+        q, k, v, a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
         normalize_qk=normalize_qk, initial_state=initial_state, return_state=True, backend=backend,
     ))  # fmt: skip
 
@@ -190,6 +193,7 @@ def linear_attention_qkv_with_state(
     *,
     a: float | Tensor = 1.0,
     log_decay: Tensor | Sequence[float] | None = None,
+    cu_seqlens: Tensor | None = None,
     gate_bias: Tensor | None = None,
     head_size: int | None = None,
     normalize: bool = True,
@@ -199,7 +203,7 @@ def linear_attention_qkv_with_state(
 ) -> tuple[Tensor, LinearAttentionState]:
     """`linear_attention_qkv` and the state after the last token: (o, state)."""
     return _run(_packed_call(
-        qkv, cos, sin, gate_bias, head_size, a=a, b=b, log_decay=log_decay, cu_seqlens=None,
+        qkv, cos, sin, gate_bias, head_size, a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens,
         normalize=normalize, normalize_qk=normalize_qk, initial_state=initial_state, return_state=True,
         backend=backend,
     ))  # fmt: skip
@@ -333,7 +337,7 @@ def _checked_options(
 ) -> dict[str, Any]:
     """The fields of a `Call` besides its inputs; `like` is q [B, N, H, D] or qkv [B, N, 3, H, D], checked."""
     _check_flags(normalize=normalize, normalize_qk=normalize_qk, causal=causal)
-    _check_sequences(cu_seqlens, like, causal, initial_state)
+    _check_sequences(cu_seqlens, like, causal)
     _check_coefficients(a, b, normalize, normalize_qk)
     head_decay, token_decay = _decay(log_decay, like, causal)
     S, z, c, n = _state(initial_state, like)
@@ -427,7 +431,7 @@ def _is_finite_decay(x: object) -> bool:
     return isinstance(x, _NUMBERS) and -math.inf < float(x) <= 0
 
 
-def _check_sequences(cu_seqlens: object, like: Tensor, causal: bool, initial_state: object) -> None:
+def _check_sequences(cu_seqlens: object, like: Tensor, causal: bool) -> None:
     if cu_seqlens is None:
         return
     _check_are_tensors(cu_seqlens=cu_seqlens)
@@ -440,8 +444,6 @@ def _check_sequences(cu_seqlens: object, like: Tensor, causal: bool, initial_sta
         raise UserError(f"cu_seqlens must be on {like.device}; got {cu_seqlens.device}")
     if not causal:
         raise UserError("cu_seqlens needs causal=True: call each sequence by itself")
-    if initial_state is not None:
-        raise UserError("cu_seqlens goes without a state: call a sequence by itself to give or get its state")
 
 
 def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | None, ...]:

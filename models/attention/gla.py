@@ -106,7 +106,9 @@ class GLAAttention(Attention):
         if state is None:
             o = gated_linear_attention(q, k, v, log_gate, cu_seqlens=cu_seqlens, context=self.context)
         else:
-            o, state.value = gated_linear_attention_with_state(q, k, v, log_gate, initial_state=state.value)
+            o, state.value = gated_linear_attention_with_state(
+                q, k, v, log_gate, initial_state=state.value, cu_seqlens=cu_seqlens
+            )
         return self.proj(F.silu(r) * self.norm(o).flatten(2))
 
     def flops_per_token(self, seq_len: int) -> int:

@@ -213,7 +213,7 @@ class OursAttention(QKVAttention):
             o_BNHD = linear_attention_qkv(*inputs, cu_seqlens=cu_seqlens, context=self.context, **options)
         else:
             o_BNHD, state.value = linear_attention_qkv_with_state(
-                *inputs, initial_state=state.value, **options
+                *inputs, cu_seqlens=cu_seqlens, initial_state=state.value, **options
             )
         return self.gate_and_project(o_BNHD, x_BNC)
 

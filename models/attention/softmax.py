@@ -195,6 +195,10 @@ class SoftmaxAttention(QKVAttention):
                 same = document[:, -N:, None] == document[:, None]
                 mask = same.tril(k.shape[1] - N)[:, None]
         elif cu_seqlens is not None:
+            if state is not None:
+                state.append(k.transpose(1, 2), v.transpose(1, 2))
+                first = first_tokens(cu_seqlens, len(k), N)
+                state.start = (first * torch.arange(N, device=first.device)).amax(1)
             return self.gate_and_project(packed_attention(q, k, v, cu_seqlens, scale), x_BNC)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H or G, N, D], SDPA's order
         if state is not None:

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from lingpt.common.errors import UserError
 from lingpt.models import GPT, ModelArgs
 
 ATTENTIONS = [
@@ -59,3 +60,25 @@ def test_no_token_depends_on_another_document(attention):
         before, after = (gpt.hidden(x, cu_seqlens=CU_SEQLENS) for x in (idx, other))
     same = (before == after).all(-1)
     assert not same[0, 30:65].any() and same[0, :30].all() and same[0, 65:].all() and same[1].all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_prompts_of_different_lengths_start_one_batch(attention):
+    """Packed with their padding, then two steps: as each with a state of its own; prompts shorter than the
+    convolution among them."""
+    (gpt, idx), lengths = model(attention), (1, 2, 30, 65)
+    rows = torch.cat([idx.flatten()[70 * i : 70 * i + 67][None] for i in range(2)]).repeat(2, 1)
+    prompts = rows[:, :65]
+    borders = [border for row, n in enumerate(lengths) for border in (65 * row, 65 * row + 65 - n)]
+    state = gpt.new_state(4)
+    found = [gpt.hidden(prompts, state, torch.tensor([*borders, 4 * 65], dtype=torch.int32))[:, -1]]
+    found += [gpt.hidden(token, state)[:, -1] for token in rows[:, 65:].split(1, dim=1)]
+    for row, n in enumerate(lengths):
+        alone = gpt.new_state(1)
+        expected = [gpt.hidden(prompts[row : row + 1, 65 - n :], alone)[:, -1]]
+        expected += [gpt.hidden(t, alone)[:, -1] for t in rows[row : row + 1, 65:].split(1, dim=1)]
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x[row], y[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="give a new state"):
+        gpt.hidden(prompts[:, :1], state, torch.arange(5))

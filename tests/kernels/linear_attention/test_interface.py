@@ -494,10 +494,6 @@ WRONG = {
         lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=sequences(), causal=False),
         "cu_seqlens needs causal=True",
     ),
-    "sequences with a state": (
-        lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=sequences(), initial_state=state()),
-        "cu_seqlens goes without a state",
-    ),
     "decay, not causal": (
         lambda q, k, v: linear_attention(q, k, v, log_decay=[-0.1] * H, causal=False),
         "causal",
