@@ -1,7 +1,7 @@
 """The decoding states of a model's layers, as transformers' `generate` and its beam search handle them."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,28 +51,16 @@ class LinGPTCache:
         return sum(x.numel() * x.element_size() for x in tensors_in(self.layers))
 
 
-def join_rows(parts: Sequence[list[Any]], rows: torch.Tensor) -> list[Any]:
-    """The layers' states of one batch from those of its parts; `rows`: the parts' rows, one after another."""
-    order = rows.argsort()
-
-    def join(*tensors: torch.Tensor) -> torch.Tensor:
-        return torch.cat(tensors).index_select(0, order.to(tensors[0].device))
-
-    return [map_tensors(join, *layers) for layers in zip(*parts, strict=True)]
-
-
-def map_tensors(function: Callable[..., torch.Tensor], *states: Any) -> Any:
-    """A copy of a state with the function's results for its tensors; of several states, for those at the same
-    place."""
-    first = states[0]
-    if isinstance(first, torch.Tensor):
-        return function(*states)
-    if isinstance(first, tuple):
-        values = [map_tensors(function, *parts) for parts in zip(*states, strict=True)]
-        return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
-    if not hasattr(first, "__dict__"):
-        return first
-    result = copy.copy(first)
-    for name in vars(first):
-        setattr(result, name, map_tensors(function, *(getattr(state, name) for state in states)))
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], state: Any) -> Any:
+    """A copy of a state with the function's results for its tensors."""
+    if isinstance(state, torch.Tensor):
+        return function(state)
+    if isinstance(state, tuple):
+        values = [map_tensors(function, part) for part in state]
+        return type(state)(*values) if hasattr(state, "_fields") else tuple(values)
+    if not hasattr(state, "__dict__"):
+        return state
+    result = copy.copy(state)
+    for name, value in vars(state).items():
+        setattr(result, name, map_tensors(function, value))
     return result

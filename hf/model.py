@@ -1,9 +1,8 @@
 """LinGPT's network as transformers' classes: the base model, and the one with a head for the next token.
 
-A linear attention has no mask that could hide a token: whatever it reads enters its state. Padding on the
-left is therefore never read: rows that start in the same column run together. Packed sequences run in one
-row, whose borders every attention keeps. Padding on the right changes nothing that is not padding, and runs
-as it is.
+A linear attention has no mask that could hide a token: whatever it reads enters its state. But every
+attention keeps sequences apart that are packed into a row, and padding on the left is one of them. Padding on
+the right changes nothing that is not padding, and runs as it is.
 """
 
 from dataclasses import fields
@@ -16,18 +15,16 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from lingpt.common.errors import UserError
-from lingpt.hf.cache import LinGPTCache, join_rows
+from lingpt.hf.cache import LinGPTCache
 from lingpt.hf.config import LinGPTConfig
 from lingpt.kernels.numerics import first_tokens
 from lingpt.models import Attention, Block
 from lingpt.models.attention.base import Fp32Buffers
-from lingpt.models.attention.softmax import KVCache
 from lingpt.models.gpt import make_norm, rope_tables
 from lingpt.models.init import init_weights
 
 # The cache's name in what a model returns: `past_key_values` in transformers 5.3, `cache` later.
 CACHE = "cache" if any(f.name == "cache" for f in fields(CausalLMOutputWithPast)) else "past_key_values"
-Piece = tuple[torch.Tensor, int, int]  # rows of a batch, their first column and the one after their last
 
 
 class LinGPTPreTrainedModel(PreTrainedModel):
@@ -123,21 +120,19 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             raise ValueError("nothing to continue: give each row at least one token")
         if cache is not None and not isinstance(cache, LinGPTCache):
             raise ValueError(f"a {type(cache).__name__} holds no states: give a LinGPTCache, or none")
-        pieces, cu_seqlens = [], None
-        if cache is None and not use_cache:
-            cu_seqlens = packed_borders(position_ids, cu_seq_lens_q, B, N)
-        continues = cache is not None and cache.seen > 0
+        padded = packed = None
         if attention_mask is not None:
-            pieces = padded_pieces(attention_mask[:, -N:].bool(), bool(use_cache), continues)
-        if pieces:
-            hidden, cache = self._run_pieces(x_BNC, pieces, bool(use_cache))
-        elif cu_seqlens is not None:
-            row = self._run(x_BNC.flatten(0, 1)[None], cu_seqlens=cu_seqlens.to(x_BNC.device))
+            continues = cache is not None and cache.seen > 0
+            padded = padded_borders(attention_mask[:, -N:].bool(), bool(use_cache), continues)
+        if cache is None and not use_cache and padded is None:
+            packed = packed_borders(position_ids, cu_seq_lens_q, B, N)
+        if packed is not None:
+            row = self._run(x_BNC.flatten(0, 1)[None], cu_seqlens=packed.to(x_BNC.device), restart=True)
             hidden = [x.view(B, N, -1) for x in row]
         else:
             if cache is None and use_cache:
                 cache = self.new_cache(B, N, x_BNC.dtype)
-            hidden = self._run(x_BNC, cache)
+            hidden = self._run(x_BNC, cache, padded)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden[-1],
             hidden_states=tuple(hidden) if output_hidden_states else None,
@@ -150,15 +145,18 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         x_BNC: torch.Tensor,
         cache: LinGPTCache | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        restart: bool = False,
     ) -> list[torch.Tensor]:
         """The embeddings, the output of each layer but the last, and the normed one of the last, of columns
-        that follow those in the cache, if there is one; or of one row of packed sequences, whose positions
-        restart: it may be longer than the block size."""
+        that follow those in the cache, if there is one.
+
+        restart: x is one row of packed sequences, whose positions restart; it may be longer than the block
+        size."""
         N = x_BNC.shape[1]
         start = 0 if cache is None else cache.seen
         end = start + N
         where: slice | torch.Tensor = slice(start, end)
-        if cu_seqlens is not None:
+        if restart and cu_seqlens is not None:
             columns = torch.arange(N, device=x_BNC.device)
             where = columns - (columns * first_tokens(cu_seqlens, 1, N)[0]).cummax(0).values
             where, end = where.to(self.cos.device), int(where.max()) + 1
@@ -180,47 +178,20 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         hidden[-1] = self.ln_f(x_BNC)
         return hidden
 
-    def _run_pieces(
-        self, x_BNC: torch.Tensor, pieces: list[Piece], use_cache: bool
-    ) -> tuple[list[torch.Tensor], LinGPTCache | None]:
-        """`_run` of each piece, with zeros between them, and a cache of all rows."""
-        hidden = [torch.zeros_like(x_BNC) for _ in range(len(self.h) + 1)]
-        states: list[list[Any]] = []
-        for rows, start, end in pieces:
-            cache = self.new_cache(len(rows), end, x_BNC.dtype, start) if use_cache else None
-            parts = self._run(x_BNC[rows, start:end], cache)
-            states += [cache.layers] if cache else []
-            where = rows[:, None], torch.arange(start, end, device=rows.device)
-            hidden = [
-                whole.index_put(where, x.to(whole.dtype)) for whole, x in zip(hidden, parts, strict=True)
-            ]
-        if not use_cache:
-            return hidden, None
-        layers = join_rows(states, torch.cat([rows for rows, _, _ in pieces]))
-        return hidden, LinGPTCache(layers, x_BNC.shape[1])
-
-    def new_cache(
-        self, batch_size: int, columns: int, dtype: torch.dtype, start: int | None = None
-    ) -> LinGPTCache:
-        """An empty cache with room for so many columns; the first `start` of them are padding."""
-        cache = LinGPTCache([], start or 0)
-        for block in self.h:
-            assert isinstance(block, Block)
-            device = block.norm_1.weight.device
-            state = block.attn.new_state(batch_size, columns, device, dtype)
-            if isinstance(state, KVCache) and start is not None:
-                state.length, state.start = start, torch.full((batch_size,), start, device=device)
-            cache.layers.append(state)
-        return cache
+    def new_cache(self, batch_size: int, columns: int, dtype: torch.dtype) -> LinGPTCache:
+        """An empty cache with room for so many columns."""
+        blocks = [block for block in self.h if isinstance(block, Block)]
+        sizes = [(batch_size, columns, block.norm_1.weight.device, dtype) for block in blocks]
+        return LinGPTCache([b.attn.new_state(*size) for b, size in zip(blocks, sizes, strict=True)])
 
 
-def padded_pieces(mask_BN: torch.Tensor, use_cache: bool, continues: bool) -> list[Piece]:
-    """The rows by the columns in which they start; empty if none has padding on the left."""
+def padded_borders(mask_BN: torch.Tensor, use_cache: bool, continues: bool) -> torch.Tensor | None:
+    """The borders, as in `GPT.hidden`, of each row and of its padding; None if there is none on the left."""
     if mask_BN.all():
-        return []
+        return None
     if continues:
         raise ValueError("padding after tokens that the cache has seen: pad the prompt on the left, once")
-    N, numbers = mask_BN.shape[1], mask_BN.int()
+    (B, N), numbers = mask_BN.shape, mask_BN.int()
     starts, ends, counts = numbers.argmax(1), N - numbers.flip(1).argmax(1), numbers.sum(1)
     if not counts.all():
         raise ValueError("a row of padding only: give each row at least one token")
@@ -229,8 +200,9 @@ def padded_pieces(mask_BN: torch.Tensor, use_cache: bool, continues: bool) -> li
     if use_cache and (ends < N).any():
         raise ValueError("padding on the right would enter the states: set padding_side='left'")
     if not starts.any():
-        return []
-    return [((starts == s).nonzero().flatten(), s, N) for s in starts.unique().tolist()]
+        return None
+    rows = N * torch.arange(B + 1, device=starts.device)
+    return torch.cat((rows, rows[:-1] + starts)).sort().values.int()
 
 
 def packed_borders(

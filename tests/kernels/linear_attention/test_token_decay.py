@@ -113,6 +113,29 @@ def test_packed_sequences_are_as_separate_calls(backend, normalize, decay):
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("backend", FORMS)
+def test_rows_of_packed_sequences_have_states_of_their_own(backend):
+    """The initial state goes to a row's first tokens if no border is before them, as in the second row; the
+    returned one is that of the row's last sequence."""
+    q, k, v, gate = inputs(CHUNK + 9)
+    N, state = q.shape[1], some_state()
+    borders = torch.tensor([0, 20, N + 30, 2 * N], dtype=torch.int32)
+    o, final = linear_attention_with_state(
+        q, k, v, log_decay=gate, cu_seqlens=borders, initial_state=state, backend=backend
+    )
+    for row, (first, at) in enumerate([(None, 20), (LinearAttentionState(*(x[1:] for x in state)), 30)]):
+        (q1, k1, v1, gate1), one = (x[row : row + 1] for x in (q, k, v, gate)), slice(row, row + 1)
+        begun = linear_attention(
+            *(x[:, :at] for x in (q1, k1, v1)), log_decay=gate1[:, :at], initial_state=first, backend=backend
+        )
+        rest, after = linear_attention_with_state(
+            *(x[:, at:] for x in (q1, k1, v1)), log_decay=gate1[:, at:], backend=backend
+        )
+        assert_same(
+            (o[one], LinearAttentionState(*(x[one] for x in final))), (torch.cat((begun, rest), 1), after)
+        )
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_packed_sequences_need_no_positions_of_their_own(gated):
     """RoPE's positions may run on: only distances within a sequence matter; with gates in the projection,
