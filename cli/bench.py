@@ -1,5 +1,6 @@
 """`lingpt bench`: measures the kernels against the baselines; writes JSON, a table and plots."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -8,6 +9,7 @@ from lingpt.common.options import Option
 
 if TYPE_CHECKING:
     from lingpt.bench.kernels.results import Results
+    from lingpt.bench.results import BenchResults
 
 
 BUDGET = Option("time limit in seconds; what does not fit is recorded as skipped", least=0)
@@ -47,6 +49,19 @@ class Options(RowOptions):
     budget: Annotated[float, BUDGET] = 1200.0
     out: Annotated[str, OUT] = "runs/bench/kernels"
     # fmt: on
+
+
+def measure_or_redraw(
+    options: RowOptions, kind: "type[BenchResults]", bench: "Callable[..., BenchResults]"
+) -> None:
+    """Calls `bench` with the options, or with --redraw reads its results; writes table and plots."""
+    import matplotlib  # noqa: F401  (needed by the plots at the end: fails now if missing)
+
+    out = Path(options.out)
+    path = out / f"{kind.NAME}.json"
+    given = {name: value for name, value in vars(options).items() if name not in ("out", "redraw")}
+    results = kind.load(path) if options.redraw else bench(**given, save_to=path)
+    results.report(out)
 
 
 def run(options: Options) -> None:

@@ -1,10 +1,9 @@
 """`lingpt bench decode`: measures time per token and size of the state; writes JSON, a table and a plot."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
-from lingpt.cli.bench import BUDGET, OUT, RowOptions
+from lingpt.cli.bench import BUDGET, OUT, RowOptions, measure_or_redraw
 from lingpt.common.options import Option
 
 
@@ -33,17 +32,7 @@ class Options(RowOptions):
 
 
 def run(options: Options) -> None:
-    import matplotlib  # noqa: F401  (needed by the plot at the end: fails now if missing)
-
     from lingpt.bench.decoding import bench_decoding
     from lingpt.bench.decoding_results import DecodeResults
 
-    out = Path(options.out)
-    if options.redraw:
-        results = DecodeResults.load(out / "decode.json")
-    else:
-        sizes = ("model", "attentions", "contexts", "batch_sizes")
-        names = (*sizes, "dtype", "device", "graph", "budget", "append")
-        values = {name: vars(options)[name] for name in names}
-        results = bench_decoding(**values, save_to=out / "decode.json")
-    results.report(out)
+    measure_or_redraw(options, DecodeResults, bench_decoding)

@@ -1,10 +1,9 @@
 """`lingpt bench train`: times a training step of each attention; writes JSON, a table and a plot."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
-from lingpt.cli.bench import BUDGET, OUT, RowOptions
+from lingpt.cli.bench import BUDGET, OUT, RowOptions, measure_or_redraw
 from lingpt.common.options import Option
 
 
@@ -33,16 +32,7 @@ class Options(RowOptions):
 
 
 def run(options: Options) -> None:
-    import matplotlib  # noqa: F401  (needed by the plot at the end: fails now if missing)
-
     from lingpt.bench.step_results import Results
     from lingpt.bench.steps import bench_steps
 
-    out = Path(options.out)
-    if options.redraw:
-        results = Results.load(out / "bench.json")
-    else:
-        names = ("models", "seq_lens", "attentions", "tokens_per_step", "micro_batch_tokens", "rounds")
-        values = {name: vars(options)[name] for name in (*names, "budget", "accelerator", "append")}
-        results = bench_steps(**values, save_to=out / "bench.json")
-    results.report(out)
+    measure_or_redraw(options, Results, bench_steps)
