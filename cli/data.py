@@ -1,25 +1,55 @@
 """`lingpt data`: prepares a recipe's data and describes it."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
-from lingpt.data import Dataset, prepare
+from lingpt.data import Dataset, Tokenizer, prepare
+from lingpt.data.dataset import Part
+from lingpt.data.statistics import measure
+from lingpt.plots.lengths_figure import draw_lengths
 from lingpt.train import Recipe
 from lingpt.train.model import config_of
 from lingpt.train.recipe import parse_recipe
 
-HELP = "Prepare a corpus: tokenise it into the cache, and show what is in it."
-parse = partial(parse_recipe, verb="data", about=HELP, shown="data.")
+STATS, PICTURE = "--stats", "lengths.png"
+HELP = (
+    "Prepare a corpus: tokenise it into the cache, and show what is in it. "
+    f"{STATS} also reads the text for its duplicates, and draws the lengths of its documents in {PICTURE}."
+)
 SAMPLE_TOKENS, SAMPLE_LINES, SAMPLE_WIDTH = 200, 6, 100
 
 
-def run(recipe: Recipe) -> None:
+def parse(words: Sequence[str]) -> tuple[Recipe, bool]:
+    """The recipe, and whether statistics were asked for."""
+    others = [word for word in words if word != STATS]
+    recipe = parse_recipe(others, verb="data", about=HELP, shown="data.")
+    return recipe, len(others) < len(words)
+
+
+def run(options: tuple[Recipe, bool]) -> None:
     """Prepares `--data.*` of the recipe, checked against its model's vocabulary, and prints a report."""
+    recipe, stats = options
     start = time.perf_counter()
     config = replace(recipe.data, stream=False)
     dataset = prepare(config, padded_vocab_size=config_of(recipe).padded_vocab_size)
     print(report(dataset, time.perf_counter() - start))
+    for number, part in enumerate(dataset.parts if stats else (), start=1):
+        out = Path(PICTURE if len(dataset.parts) == 1 else f"lengths-{number}.png")
+        print("\n" + statistics(part, dataset.tokenizer, out))
+
+
+def statistics(part: Part, tokenizer: Tokenizer, out: Path) -> str:
+    """The statistics of a source's training text for the terminal; draws its lengths into `out`."""
+    found, name = measure(part, tokenizer.end_id), part.corpus.name
+    rows = found.rows()
+    draw_lengths(*found.histogram(), name, "; ".join(f"{key}: {value}" for key, value in rows), out)
+    lines = [f"{key:<12} {value}" for key, value in (("training on", name), *rows)]
+    if found.rejects:
+        lines += ["", "copies of earlier documents, which --data.dedup leaves out:"]
+        lines += [f"  {text} …" for text in found.rejects]
+    return "\n".join([*lines, "", "tokens a document:", *found.bars(), "", f"picture {out}"])
 
 
 def report(dataset: Dataset, seconds: float) -> str:
@@ -31,6 +61,11 @@ def report(dataset: Dataset, seconds: float) -> str:
         ("tokenizer", f"{about['tokenizer']}, {about['vocab_size']:,} tokens"),
         *((name, _counts(about[name])) for name in ("train", "val")),
         *((("left out", f"{empty:,} empty documents"),) if empty else ()),
+        *(
+            (("dropped", f"{about['dropped_duplicates']:,} copies"),)
+            if about.get("dropped_duplicates")
+            else ()
+        ),
         *(("not read", part.corpus.left_out) for part in dataset.parts if part.corpus.left_out),
         ("split", about["split"]),
         ("blocks", f"of {about['seq_len']:,} tokens and the next one"),

@@ -77,25 +77,27 @@ def token_cache(
     cache_dir: Path,
     *,
     val_fraction: float | None,
+    dedup: bool = False,
     num_workers: int | None = None,
     progress: bool = True,
 ) -> TokenCache:
     """The entry of `corpus` under `tokenizer`, written now if it does not exist.
 
     val_fraction: of the documents, held out if the corpus has no validation split; None for no document.
+    dedup: leave out documents whose text has come before, those of the validation first.
 
     Raises:
         UserError: from the corpus; or if a split got no documents, or the disk cannot be written
     """
     fraction = None if corpus.val else val_fraction
-    folder = entry_folder(corpus, tokenizer, cache_dir, fraction)
+    folder = entry_folder(corpus, tokenizer, cache_dir, fraction, dedup)
     if not folder.exists():
         with write_errors(folder.parent, WRITE_ADVICE), _lock(folder, progress) as locked:
             if locked:  # so partial folders are those of killed processes
                 remove_partial(folder.parent, folder.name)
             try:
                 if not folder.exists():
-                    _make(folder, corpus, tokenizer, fraction, num_workers, progress)
+                    _make(folder, corpus, tokenizer, fraction, dedup, num_workers, progress)
             except OSError:
                 if not folder.exists():  # without a lock, another process may have been first
                     raise
@@ -108,10 +110,12 @@ def token_cache(
     return TokenCache(folder)
 
 
-def entry_folder(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path, fraction: float | None) -> Path:
+def entry_folder(
+    corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path, fraction: float | None, dedup: bool
+) -> Path:
     """Where the entry of `corpus` is, or will be. fraction: of the documents, held out by their hash."""
-    decides = json.dumps([FORMAT, corpus.content_hash, tokenizer.hash, fraction])
-    return cache_dir / "tokens" / hashlib.sha256(decides.encode()).hexdigest()[:32]
+    decides = [FORMAT, corpus.content_hash, tokenizer.hash, fraction, *(["dedup"] if dedup else [])]
+    return cache_dir / "tokens" / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
 
 
 @contextmanager
@@ -141,25 +145,38 @@ def _make(
     corpus: Corpus,
     tokenizer: Tokenizer,
     fraction: float | None,
+    dedup: bool,
     num_workers: int | None,
     progress: bool,
 ) -> None:
+    seen, dropped = set[int](), 0
+
+    def unique(documents: Iterable[Encoded]) -> Iterator[Encoded]:
+        nonlocal dropped
+        for document in documents:
+            if dedup and document.digest in seen:
+                dropped += 1
+                continue
+            if dedup:
+                seen.add(document.digest)
+            yield document
+
     dtype, empty = token_dtype(tokenizer.vocab_size, tokenizer.end_id), {"train": 0, "val": 0}
     with new_folder(folder) as partial:
         with (
             StreamWriter(partial / "train.arrow", dtype) as train,
             StreamWriter(partial / "val.arrow", dtype) as val,
         ):
-            with closing(
-                _encode(corpus.train, "train", tokenizer, num_workers, progress, empty)
-            ) as documents:
-                split_by_content(documents, fraction, train, val)
             if corpus.val:
                 with closing(
                     _encode(corpus.val, "val", tokenizer, num_workers, progress, empty)
                 ) as documents:
-                    for document in documents:
+                    for document in unique(documents):
                         val.add(document)
+            with closing(
+                _encode(corpus.train, "train", tokenizer, num_workers, progress, empty)
+            ) as documents:
+                split_by_content(unique(documents), fraction, train, val)
         _check_filled(corpus, train, val)
         manifest: dict[str, Any] = {
             "format": FORMAT,
@@ -173,6 +190,7 @@ def _make(
             "train": train.counts(),
             "val": val.counts(),
             "empty_documents": empty,
+            **({"dropped_duplicates": dropped} if dedup else {}),
         }
         checksums = {"train": train.checksums, "val": val.checksums}
         own = {"checksums": checksums, "checksum": _checksum(manifest, checksums)}

@@ -46,6 +46,8 @@ class DataConfig:
         "lies in the lowest val_fraction")] = None
     val_sources: Annotated[str | None, Option(
         "further texts to validate on, each reported apart: name=source,name=source")] = None
+    dedup: Annotated[bool, Option(
+        "leave out documents that are exact copies of another, or of one to validate on")] = False
     stream: Annotated[bool, Option(
         "train before the last document is tokenised: samples are drawn from windows of 33 M tokens, one "
         "after another; needs a validation text of its own")] = False
@@ -191,6 +193,7 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
             tokenizer,
             folder,
             val_fraction=val_fraction,
+            dedup=config.dedup,
             num_workers=config.num_workers,
             progress=progress,
         )
@@ -238,7 +241,7 @@ def _growing(
             f"{corpus.name} has no validation split, and to hold documents out of it all of it must be read: "
             "give --data.val_source, or leave out --data.stream"
         )
-    entry = entry_folder(corpus, tokenizer, folder, None)
+    entry = entry_folder(corpus, tokenizer, folder, None, config.dedup)
     held_out = replace(corpus, content_hash=_hash([corpus.content_hash, "val"]), train=corpus.val, val=None)
     val_cache = cached(held_out, None)
     val = _blocks(corpus.name, val_cache, "train", config.seq_len, None)

@@ -46,3 +46,31 @@ def test_it_names_what_was_asked_for_and_what_is_not_read(write_jsonl, texts, to
         assert f"the train split of {path.parent} has" in capsys.readouterr().err
         assert main([*ask, "--data.seq_len", "32"]) == 0
         assert "\nnot read     b.csv\n" in capsys.readouterr().out
+
+
+def test_statistics_and_dedup(
+    write_jsonl, texts, tokenizer, tokenizer_path, tmp_path: Path, monkeypatch, capsys
+):
+    """Lengths are those of the documents, copies are counted by hand; with `--data.dedup` none is left, nor
+    what is validated on in the text to train on."""
+    monkeypatch.chdir(tmp_path)
+    some = [*texts(40), " ", *texts(10), texts(1, seed=9)[0]]
+    source, val = str(write_jsonl(some, "a.jsonl")), str(write_jsonl(texts(1, seed=9) * 9, "v.jsonl"))
+    words = ["data", "--data.source", source, "--data.val_source", val, "--data.tokenizer", tokenizer_path]
+    words += ["--data.seq_len", "32"]
+    assert main([*words, "--stats"]) == 0
+    out = capsys.readouterr().out
+    lengths = [len(tokenizer.encode(text)) + 1 for text in some if text.strip()]
+    assert f"shortest {min(lengths):,}, " in out and f"longest {max(lengths):,} tokens" in out
+    lines = [line for text in some for line in text.splitlines() if line.strip()]
+    copies = [1 - len(set(items)) / len(items) for items in ([t for t in some if t.strip()], lines)]
+    assert f"duplicates   {copies[0]:.2%} of documents, {copies[1]:.2%} of lines\n" in out
+    assert "empty        1 documents" in out and f"  {some[0][:30]}" in out
+    assert "…" in out.split("tokens a document:")[1] and sum(
+        int(line.rsplit(maxsplit=1)[-1]) for line in out.split("document:\n")[1].splitlines() if "…" in line
+    ) == len(lengths)
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*words, "--data.dedup", "true"]) == 0
+    out = capsys.readouterr().out
+    assert "train        40 documents" in out and "val          1 documents" in out
+    assert "dropped      19 copies" in out

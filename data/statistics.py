@@ -1,0 +1,84 @@
+"""What is in a corpus: the lengths of its documents, and exact duplicates of documents and lines."""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lingpt.data.dataset import Part
+
+BINS = 40  # of the histogram
+SAMPLES, SAMPLE_WIDTH = 5, 80  # rejected documents that are shown, and characters of each
+READ_AT_ONCE = 1 << 24  # tokens
+
+
+@dataclass
+class Statistics:
+    """lengths: tokens of each document, its end among them. documents, lines: hashes, equal for equal text.
+    rejects: the beginnings of some documents that are copies of others, or empty."""
+
+    lengths: np.ndarray
+    documents: array = field(default_factory=lambda: array("q"))
+    lines: array = field(default_factory=lambda: array("q"))
+    empty: int = 0
+    rejects: list[str] = field(default_factory=list)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each fact, for a terminal."""
+        quantiles = np.quantile(self.lengths, [0, 0.1, 0.5, 0.9, 1]).astype(int)
+        names = ("shortest", "10 %", "median", "90 %", "longest")
+        return [
+            ("lengths", ", ".join(f"{n} {q:,}" for n, q in zip(names, quantiles, strict=True)) + " tokens"),
+            ("duplicates", f"{_copies(self.documents):.2%} of documents, {_copies(self.lines):.2%} of lines"),
+            ("empty", f"{self.empty:,} documents"),
+        ]
+
+    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
+        """Documents in each of `BINS` ranges of length, equally wide in the logarithm, and their borders."""
+        most = max(2, int(self.lengths.max(initial=2)))
+        return np.histogram(self.lengths, np.geomspace(1, most + 1, BINS + 1))
+
+    def bars(self, width: int = 40) -> list[str]:
+        """The histogram for a terminal: a line for each factor of two."""
+        powers = np.floor(np.log2(np.maximum(self.lengths, 1))).astype(int)
+        counts = np.bincount(powers)
+        first = int(powers.min(initial=0))
+        scale = width / counts.max(initial=1)
+        return [
+            f"  {2**power:>9,} … {2 ** (power + 1) - 1:<9,} {'█' * round(count * scale):<{width}} {count:,}"
+            for power, count in enumerate(counts.tolist()[first:], first)
+        ]
+
+
+def measure(part: Part, end: int) -> Statistics:
+    """The statistics of the training text of `part`, of which the text is read once more. end: the token that
+    ends a document. Equal texts are found by a hash of 64 bits; the memory is 8 bytes a line."""
+    found = Statistics(np.diff(_ends(part, end), prepend=0))
+    seen: set[int] = set()
+    for document in part.corpus.train.read():
+        if not document.text:
+            found.empty += 1
+            continue
+        digest = hash(document.text)
+        found.documents.append(digest)
+        found.lines.extend(hash(line) for line in document.text.splitlines() if line.strip())
+        if digest in seen and len(found.rejects) < SAMPLES:
+            found.rejects.append(" ".join(document.text[:SAMPLE_WIDTH].split()))
+        seen.add(digest)
+    return found
+
+
+def _ends(part: Part, end: int) -> np.ndarray:
+    """Where the documents of the training stream end, after their last token."""
+
+    def pieces() -> Iterator[np.ndarray]:
+        for at in range(0, part.train.stream_length, READ_AT_ONCE):
+            yield at + 1 + np.flatnonzero(part.train.stream(at, at + READ_AT_ONCE) == end)
+
+    return np.concatenate([np.empty(0, dtype=np.int64), *pieces()])
+
+
+def _copies(hashes: array) -> float:
+    """The share of those that are equal to an earlier one."""
+    return 1 - len(np.unique(np.frombuffer(hashes, dtype=np.int64))) / len(hashes) if hashes else 0.0
