@@ -24,7 +24,8 @@ class Options:
     model: Annotated[str | None, Option(
         "score the newest run of each attention variant of this model (default: the newest run's model)"
     )] = None
-    runs: Annotated[tuple[str, ...], Option("score these runs or checkpoint folders instead")] = ()
+    runs: Annotated[tuple[str, ...], Option(
+        "score these runs, checkpoints or model folders (of `lingpt export`) instead")] = ()
     suite: Annotated[tuple[str, ...], Option(
         "one or more of table2, commonsense, retrieval, needle, language, recall")] = ("table2",)
     tasks: Annotated[tuple[str, ...], Option(

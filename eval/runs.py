@@ -13,10 +13,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from lingpt.common.errors import UserError, name_on_stderr, skip_failing, suggestion
-from lingpt.common.files import read_json_object
+from lingpt.common.files import read_errors, read_json_object
 from lingpt.common.run_folder import (
     CONFIG,
     MODEL_CONFIG,
+    TOKENIZER,
     WEIGHTS,
     attention_label,
     checkpoint_step,
@@ -27,7 +28,16 @@ from lingpt.common.run_folder import (
     require_newest_checkpoint,
     warn_skipped_checkpoints,
 )
-from lingpt.models import SHARDS, attention_form, is_sharded, sharded_dtype, sharded_parameters
+from lingpt.models import (
+    GPT,
+    SHARDS,
+    Config,
+    attention_form,
+    is_sharded,
+    read_model_config,
+    sharded_dtype,
+    sharded_parameters,
+)
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -123,6 +133,54 @@ class Checkpoint:
         return hashlib.sha256(hashes.encode()).hexdigest()
 
 
+class ModelFolder(Checkpoint):
+    """A model without a run: what `lingpt export` wrote, or a model of transformers that LinGPT reads. Its
+    scores lie in its `eval/`."""
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "ModelFolder":
+        """UserError if LinGPT cannot read the model, or there is no tokenizer beside it."""
+        folder = Path(folder)
+        config = read_model_config(folder)
+        if not (folder / TOKENIZER).is_file():
+            raise UserError(f"{folder} has no {TOKENIZER}: copy that of the run into it")
+        attention = config.attention if isinstance(config.attention, str) else tuple(config.attention)
+        return cls(folder, folder.resolve(), 0, config.name, attention)
+
+    @cached_property
+    def _config(self) -> Config:
+        return read_model_config(self.folder)
+
+    @cached_property
+    def form(self) -> str:
+        return attention_form(self.attention, self._config.to_dict())
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        return {}
+
+    @cached_property
+    def dtype(self) -> str:
+        config = read_json_object(self.folder / MODEL_CONFIG)
+        return config.get("dtype") or config.get("torch_dtype") or super().dtype
+
+    @cached_property
+    def parameters(self) -> int:
+        return GPT.on_meta(self._config).num_parameters()
+
+    @cached_property
+    def train_length(self) -> int:
+        return self._config.block_size
+
+    @cached_property
+    def weights(self) -> str:
+        hashes = hashlib.sha256()
+        for path in sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")]):
+            with read_errors(path), path.open("rb") as file:
+                hashes.update(hashlib.file_digest(file, "sha256").digest())
+        return hashes.hexdigest()
+
+
 def find_checkpoints(
     root: str | Path,
     model: str | None = None,
@@ -134,7 +192,7 @@ def find_checkpoints(
     Args:
         root: the folder of runs.
         model: selects the newest run of each attention form of this model; by default the newest run's model.
-        runs: evaluate all of these runs (or checkpoint folders of runs) instead.
+        runs: evaluate all of these runs (or checkpoint folders of runs, or model folders) instead.
         left_out: called with a line on each run that cannot be read, which is skipped.
 
     Raises UserError if nothing can be evaluated, naming what can.
@@ -174,6 +232,8 @@ def _require_checkpoint(path: Path) -> Checkpoint:
     if not (path / CONFIG).exists() and (within := sorted(path.glob(f"*/{CONFIG}"))):
         names = ", ".join(config.parent.name for config in within)
         raise UserError(f"{path} is a folder of runs ({names}), and no run: give some of them, {path}/…")
+    if (path / MODEL_CONFIG).is_file() and not (path / CONFIG).is_file():
+        return ModelFolder.open(path)
     return Checkpoint.open(require_newest_checkpoint(path))
 
 

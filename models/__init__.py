@@ -15,12 +15,13 @@ from lingpt.models.checkpoint import (
     load_model,
     load_parts,
     load_weights,
+    read_model_config,
     save_index,
     save_model,
 )
 from lingpt.models.config import Config, ModelArgs
 from lingpt.models.export import export_hf
-from lingpt.models.generate import generate
+from lingpt.models.generate import generate, stream
 from lingpt.models.gpt import GPT, Block, DecodingState
 from lingpt.models.memory import memory_estimate
 from lingpt.models.shards import (
@@ -60,11 +61,13 @@ __all__ = [
     "memory_estimate",
     "parse_form",
     "read",
+    "read_model_config",
     "read_shards",
     "save_index",
     "save_model",
     "save_state",
     "sharded_dtype",
     "sharded_parameters",
+    "stream",
     "write_shards",
 ]

@@ -18,13 +18,11 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, read_yaml
 from lingpt.common.run_folder import MODEL_CONFIG, WEIGHTS
+from lingpt.models import gpt_neox, llama
 from lingpt.models.architecture import MODELS
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
-from lingpt.models.gpt_neox import read_gpt_neox, read_hf_weights
 from lingpt.models.init import set_weight
-from lingpt.models.llama import KINDS as LLAMA_KINDS
-from lingpt.models.llama import read_llama
 from lingpt.models.model_folder import read_pickled_tensors, read_tensors, write_model_folder
 from lingpt.models.shards import (
     is_sharded,
@@ -205,19 +203,30 @@ def _read_model(
         return config, tensors, "LitGPT checkpoint"
     model_type = read_json_object(folder / MODEL_CONFIG).get("model_type")
     if model_type == "gpt_neox":
-        return *read_gpt_neox(folder), "Hugging Face GPT-NeoX"
-    if model_type in LLAMA_KINDS:
-        return *read_llama(folder), f"Hugging Face {model_type}"
+        return *gpt_neox.read_gpt_neox(folder), "Hugging Face GPT-NeoX"
+    if model_type in llama.KINDS:
+        return *llama.read_llama(folder), f"Hugging Face {model_type}"
     config = _read_config(folder)
     kind = f"LinGPT model with attention {config.attention!r}"
     if _is_export(folder):
-        return config, read_hf_weights(folder), kind
+        return config, gpt_neox.read_hf_weights(folder), kind
     if is_sharded(folder):
         tensors, metadata = read_sharded_weights(folder, device)
     else:
         tensors, metadata = read_tensors(folder / WEIGHTS, device)
     _check_recorded(folder, config, metadata)
     return config, tensors, kind
+
+
+def read_model_config(folder: Path) -> Config:
+    """The configuration of a model folder of any kind; reads no weights. UserError if it holds no model."""
+    check_source(folder)
+    if (folder / _LITGPT_WEIGHTS).is_file():
+        return _litgpt_config(folder)
+    hf = read_json_object(folder / MODEL_CONFIG)
+    if hf.get("model_type") == "gpt_neox":
+        return gpt_neox.config_of_hf(hf, folder)
+    return llama.config_of_hf(hf, folder) if hf.get("model_type") in llama.KINDS else _read_config(folder)
 
 
 def _litgpt_config(folder: Path) -> Config:
@@ -234,7 +243,7 @@ def _read_config(folder: Path) -> Config:
     if (kind := values.pop("model_type", None)) != "lingpt":
         raise UserError(
             f"{folder} holds a {kind} model: LinGPT reads its own, LitGPT's, gpt_neox, "
-            f"{', '.join(LLAMA_KINDS)}"
+            f"{', '.join(llama.KINDS)}"
         )
     if (network := values.get("network")) is None:
         return Config.from_dict(values)

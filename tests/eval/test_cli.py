@@ -10,7 +10,7 @@ import pytest
 
 from lingpt.cli.main import main
 from lingpt.eval import scoring
-from lingpt.models import GPT
+from lingpt.models import GPT, export_hf, load_model
 
 from .conftest import write_run
 
@@ -35,6 +35,28 @@ def test_eval(runs, eval_data, capsys, monkeypatch):
         assert (runs / f"demo-{attention}" / "eval" / "step-00000010.json").is_file()
         paper, ours = out.split(row)[1].splitlines()[:2]
         assert "paper" in paper and f"demo-{attention}, step 10" in ours and "±" in ours
+
+
+def test_an_export_scores_as_its_run_does(runs, eval_data, tmp_path, capsys):
+    """Of either kind, stock or our own; its scores lie beside it, and are found there again."""
+    for name in ("demo-ours", "demo-softmax"):
+        checkpoint = runs / name / "checkpoints/step-00000010"
+        export_hf(load_model(checkpoint), tmp_path / name, checkpoint)
+        words = ["--tasks", "piqa", "--limit", "4", "--data", str(eval_data), "--device", "cpu"]
+        found = []
+        for source in (str(runs / name), str(tmp_path / name)):
+            assert main(["eval", "--runs", source, *words]) == 0
+            (file,) = (tmp_path / source / "eval").glob("*.json")
+            found.append(json.loads(file.read_text()))
+        ours, theirs = ([s["metrics"] for s in result["scores"].values()] for result in found)
+        assert ours == theirs
+        assert found[0]["checkpoint"]["parameters"] == found[1]["checkpoint"]["parameters"]
+    (tmp_path / "demo-ours/tokenizer.json").unlink()
+    assert main(["eval", "--runs", str(tmp_path / "demo-ours"), *words]) == 2
+    assert "demo-ours has no tokenizer.json: copy that of the run into it" in capsys.readouterr().err
+    (tmp_path / "demo-ours/config.json").write_text('{"model_type": "gemma"}')
+    assert main(["eval", "--runs", str(tmp_path / "demo-ours"), *words]) == 2
+    assert "holds a gemma model: LinGPT reads its own" in capsys.readouterr().err
 
 
 def test_suites_and_files(runs, eval_data, tmp_path, capsys):
