@@ -32,6 +32,8 @@ class Options:
     )] = None
     graph: Annotated[bool, Option(
         "on a GPU, replay a CUDA graph of each token's step; false runs slower, eager steps")] = True
+    chat: Annotated[bool, Option(
+        "talk to a model that was fine-tuned with a chat template: a line is a message, Ctrl-D ends")] = False
     # fmt: on
 
 
@@ -40,6 +42,7 @@ def run(options: Options) -> None:
 
     import torch
 
+    from lingpt.cli.chat import chat, chat_template
     from lingpt.common.devices import decoding_dtype, find_device
     from lingpt.common.errors import UserError
     from lingpt.common.files import read_text
@@ -51,9 +54,17 @@ def run(options: Options) -> None:
     dtype = decoding_dtype(options.dtype, device)
     if (folder / MODEL_CONFIG).is_file() and not (folder / TOKENIZER).is_file():
         raise UserError(f"{folder} has no tokenizer.json: copy that of the run into it")
+    if options.chat and (options.prompt or options.document or options.state):
+        raise UserError("--chat reads messages from the terminal: leave out --prompt, --document and --state")
+    template = chat_template(folder) if options.chat else ""
     model = load_model(folder, device=device, dtype=dtype)
     tokenizer = load_tokenizer(folder / TOKENIZER)
+    sampling = {"temperature": options.temperature, "top_k": options.top_k, "seed": options.seed}
+    sampling |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
+    sampling["graph"] = options.graph and device.type == "cuda"
     model.any_length, state = model.constant_state, None
+    if options.chat:
+        return chat(model, tokenizer, template, options.max_new_tokens, sampling)
     document = tokenizer.encode(read_text(Path(options.document))) if options.document else []
     prompt = tokenizer.encode(options.prompt)
     if options.state:
@@ -77,17 +88,7 @@ def run(options: Options) -> None:
         raise UserError(
             f"a prompt of {len(prompt)} tokens fills block size {model.max_seq_length}: shorten it"
         )
-    ids = generate(
-        model,
-        torch.tensor([prompt], device=device),
-        min(options.max_new_tokens, room),
-        temperature=options.temperature,
-        top_k=options.top_k,
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        seed=options.seed,
-        graph=options.graph and device.type == "cuda",
-        state=state,
-    )
+    new = min(options.max_new_tokens, room)
+    ids = generate(model, torch.tensor([prompt], device=device), new, state=state, **sampling)
     text = ids[0, len(document) if options.prompt or document else 1 :].tolist()
     print(tokenizer.decode(text[:-1] if text[-1] == tokenizer.eos_id else text))

@@ -1,7 +1,8 @@
 """Generates text with a model, token by token, with a decoding state."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -12,7 +13,15 @@ from lingpt.models.gpt import GPT, DecodingState
 
 
 @torch.no_grad()
-def generate(
+def generate(model: GPT, idx_BN: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
+    """Continues the prompts `[B, N]` (N ≥ 1) by up to `max_new_tokens`; returns prompt and continuation. The
+    options are those of `stream`."""
+    new_tokens = stream(model, idx_BN, max_new_tokens, **options)
+    return torch.cat([idx_BN.cpu(), *new_tokens], dim=1).to(idx_BN.device)
+
+
+@torch.no_grad()
+def stream(
     model: GPT,
     idx_BN: torch.Tensor,
     max_new_tokens: int,
@@ -24,8 +33,8 @@ def generate(
     seed: int = 0,
     graph: bool | None = None,
     state: DecodingState | None = None,
-) -> torch.Tensor:
-    """Continues the prompts `[B, N]` (N ≥ 1) by up to `max_new_tokens`; returns prompt and continuation.
+) -> Iterator[torch.Tensor]:
+    """The tokens that continue the prompts `[B, N]`, one after another: `[B, 1]` on the CPU.
 
     Args:
         temperature: divides the logits; 0 takes the most likely token.
@@ -54,17 +63,16 @@ def generate(
     if (idx_BN.is_cuda if graph is None else graph) and has_static_step(model):
         step = DecodingGraph(model, state)
     ended_B1, last_BN = torch.zeros(B, 1, dtype=torch.bool), idx_BN[:, state.position - seen :]
-    tokens, V = [idx_BN.cpu()], vocab_size or model.config.vocab_size
+    V = vocab_size or model.config.vocab_size
     for _ in range(max_new_tokens):
         new_B1 = sample(step(last_BN)[:, :V], temperature, top_k, generator)
         if eos_id is not None:
             new_B1 = torch.where(ended_B1, eos_id, new_B1)
             ended_B1 |= new_B1 == eos_id
-        tokens.append(new_B1)
+        yield new_B1
         if eos_id is not None and ended_B1.all():
             break
         last_BN = new_B1.to(idx_BN.device)
-    return torch.cat(tokens, dim=1).to(idx_BN.device)
 
 
 def _check_arguments(
