@@ -1,10 +1,14 @@
 """The Python that documents show runs as it stands."""
 
+import gzip
+import json
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 
+from lingpt.cli.main import main
 from lingpt.data.tokenizer import train_bpe
 from lingpt.models import GPT, ModelArgs, export_hf
 
@@ -38,3 +42,29 @@ def test_the_manuals_model_in_transformers(tmp_path, monkeypatch, capsys):
     code = next(code for code in blocks("docs/manual.md") if "lingpt.hf" in code)
     exec(code, {})
     assert "import" in capsys.readouterr().out
+
+
+def test_the_table_of_sources(tmp_path, monkeypatch, capsys):
+    """Each example is read, but for those of the hub, which tests/data/test_hub.py has."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LINGPT_CACHE", str(tmp_path / "cache"))
+    texts = [f"{number} " + "a heron watched the slow river " * 9 for number in range(30)]
+    Path("text.jsonl.gz").write_bytes(
+        gzip.compress("\n".join(json.dumps({"text": t}) for t in texts).encode())
+    )
+    Path("nested.jsonl").write_text("\n".join(json.dumps({"page": {"body": text}}) for text in texts))
+    rows = datasets.Dataset.from_dict({"text": texts})
+    rows.save_to_disk("saved")
+    for folder in ("parts", "books"):
+        Path(folder).mkdir()
+    rows.to_parquet("parts/0.parquet")
+    for number, text in enumerate(texts):
+        Path(f"books/{number}.txt").write_text(text)
+    page = (ROOT / "docs/data.md").read_text()
+    examples = re.findall(r"^\| .* \| `(--data.source .*)` \|$", page, flags=re.M)
+    local = [example for example in examples if "hf:" not in example and "wiki40b" not in example]
+    assert len(examples) == 9 and len(local) == 7
+    for example in local:
+        sizes = ["--data.seq_len", "32", "--data.vocab_size", "300", "--data.val_fraction", "0.1"]
+        assert main(["data", *example.split(), *sizes]) == 0, capsys.readouterr().err
+        assert f"source       {example.split()[1]}" in capsys.readouterr().out
