@@ -43,6 +43,7 @@ VERBS = {  # verb: (module, what it does)
     "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),
     "bench": ("lingpt.cli.bench", "measure the kernels against the baselines"),
     "bench train": ("lingpt.cli.bench_train", "time a whole training step of each attention"),
+    "bench context": ("lingpt.cli.bench_context", "time steps of sequences over several devices"),
     "bench decode": ("lingpt.cli.bench_decode", "time a token of decoding, over the context"),
     "bench data": ("lingpt.cli.bench_data", "time how fast text becomes a token cache"),
 }

@@ -122,6 +122,7 @@ class UnifiedAttention(QKVAttention):
     """`decay_proj` and `decay_bias` give the gates of the forms that have some."""
 
     static_step = True
+    constant_state = True
 
     def __init__(
         self,
