@@ -6,7 +6,13 @@
 The models are `lingpt.models`' own blocks; this folder needs PyTorch and transformers alone.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from lingpt.common.install import install_command
+
+try:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+except ModuleNotFoundError as error:
+    line = f"{error.name} is not installed: {install_command('hf')}"
+    raise ModuleNotFoundError(line, name=error.name) from None
 
 from lingpt.hf.cache import LinGPTCache
 from lingpt.hf.config import LinGPTConfig

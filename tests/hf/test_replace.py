@@ -1,6 +1,8 @@
 """`replace_attention`: transformers' models with linear attention train, are saved and load."""
 
+import importlib
 import json
+import sys
 
 import pytest
 import torch
@@ -87,6 +89,14 @@ def test_padding_and_packing_are_kept_apart(stock, tokens):
     torch.testing.assert_close(together[:1], model(tokens[:1]).logits, rtol=0, atol=1e-5)
     torch.testing.assert_close(together[1:, 15:], alone, rtol=0, atol=1e-5)
     torch.testing.assert_close(packed[:, 15:], alone, rtol=0, atol=1e-5)
+
+
+def test_a_missing_extra_is_one_line(monkeypatch):
+    """It says what to install."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "lingpt.hf")
+    with pytest.raises(ModuleNotFoundError, match=r"^transformers is not installed: pip install .*\[hf\]"):
+        importlib.import_module("lingpt.hf")
 
 
 def test_mistakes_are_one_line(tokens, tmp_path):
