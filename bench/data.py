@@ -1,4 +1,5 @@
-"""`lingpt bench data`: how fast a corpus becomes a token cache, next to a bare `tokenizers.encode_batch`.
+"""`lingpt bench data`: how fast a corpus becomes a token cache, next to a bare `tokenizers.encode_batch`, and
+Parquet becomes documents, next to pyarrow.
 
 Both start from texts in memory: reading and decompressing is timed separately. Ours includes all that the
 cache does (ids to arrays, hashes, the split, writing, syncing); the bare call keeps its results in memory.
@@ -8,6 +9,7 @@ import functools
 import platform
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +18,13 @@ import tokenizers
 from lingpt.data.cache import token_cache
 from lingpt.data.corpus import Corpus, Document, Split
 from lingpt.data.dataset import open_corpus
+from lingpt.data.parquet import read_parquet
 from lingpt.data.tokenizer import Tokenizer
 from lingpt.data.tokens import available_cores
 
 
 def measure(source: str, tokenizer: Tokenizer, max_bytes: int, repeats: int) -> dict:
-    """MB/s of reading, of the bare call and of the cache, and the ratio of the latter two.
+    """MB/s of reading, of Parquet, of the bare call and of the cache; ratios to pyarrow and to the call.
 
     The two alternate and the best of each counts: other load on the machine can only slow them down.
     CPU time (of all threads) is measured too: on a busy machine it is more reliable.
@@ -31,6 +34,7 @@ def measure(source: str, tokenizer: Tokenizer, max_bytes: int, repeats: int) -> 
     reading = time.perf_counter() - start
     texts = [d.text for d in documents]
     corpus = Corpus("bench", "bench", Split(lambda: iter(documents), len(documents), "doc"), None, "")
+    parquet = _parquet(texts, repeats)
     bare, ours = [], []
     for _ in range(repeats):
         bare.append(_seconds(lambda: tokenizer.raw.encode_batch(texts)))
@@ -49,6 +53,8 @@ def measure(source: str, tokenizer: Tokenizer, max_bytes: int, repeats: int) -> 
         "machine": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "tokenizers": tokenizers.__version__,
+        "parquet_megabytes_per_second": num_bytes / parquet[1] / 1e6,
+        "parquet_ratio": parquet[0] / parquet[1],
         "read_megabytes_per_second": num_bytes / reading / 1e6,
         "encode_batch_megabytes_per_second": num_bytes / bare_wall / 1e6,
         "cache_megabytes_per_second": num_bytes / ours_wall / 1e6,
@@ -56,6 +62,21 @@ def measure(source: str, tokenizer: Tokenizer, max_bytes: int, repeats: int) -> 
         "processor_time_ratio": bare_cpu / ours_cpu,
         "seconds_wall_and_processor": {"encode_batch": bare, "cache": ours},
     }
+
+
+def _parquet(texts: list[str], repeats: int) -> tuple[float, float]:
+    """Seconds in which pyarrow reads a column of text as Python strings, and we its documents."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    bare, ours = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "texts.parquet"
+        parquet.write_table(pa.table({"text": texts}), path)
+        for _ in range(repeats):
+            bare.append(_seconds(lambda: parquet.read_table(path)["text"].to_pylist())[0])
+            ours.append(_seconds(lambda: deque(read_parquet(path, "text"), maxlen=0))[0])
+    return min(bare), min(ours)
 
 
 def _first(corpus: Corpus, max_bytes: int) -> tuple[list[Document], int]:
