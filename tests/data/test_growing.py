@@ -74,10 +74,10 @@ def test_what_is_written_is_read_and_what_a_killed_process_left_is_not_taken_for
     dataset = growing.GrowingDataset.__new__(growing.GrowingDataset)
     monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
     dataset.__init__(folder, 32, lambda: TokenCache(folder).blocks("train", 32), None, [])
-    dataset._process, dataset._errors = Dead(True), Dead(True)
+    process = dataset._process = dataset._errors = Dead(True)
     found = dataset.stream(0, 512 * 5)
     assert found.tolist() == tokens[: 512 * 5].tolist() and not dataset._whole
-    dataset._process.alive = False
+    process.alive = False
     with pytest.raises(UserError, match=r"the process that tokenises has ended \(killed.*: start again"):
         len(dataset)
     harmed = bytearray(content)
