@@ -135,8 +135,8 @@ def _run(row: Row, words: list[str], out: Path, seconds: float) -> None:
     row.losses = [line["loss"] for line in lines]
     rates = [line["tokens_per_second"] / row.devices for line in lines[1:]]  # without the first
     row.tokens_per_second = max(rates, default=None)
-    if found := re.findall(r" · ([\d.]+) GB · ", done.stdout):
-        row.memory = float(found[-1])
+    if printed := re.findall(r" · ([\d.]+) GB · ", done.stdout):
+        row.memory = float(printed[-1])
 
 
 def table(rows: Sequence[Row]) -> str:

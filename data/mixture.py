@@ -65,7 +65,7 @@ def _number(text: str) -> float:
 
 class Mixture:
     """Blocks of several sources in turn: of any number of the first ones, each source has its share, to
-    within one block (two with three or more sources).
+    within a block; of more than two sources, within a block for each but one.
 
     Block `index` is of the source `i` for which `split` says so, and repeats that source's blocks once they
     are exhausted. The length is that up to the first repetition. shares: in millionths.
