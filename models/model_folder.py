@@ -49,10 +49,10 @@ def read_tensors(
         raise UserError(f"{path} is missing, damaged, or no safetensors file: {error}") from error
 
 
-def read_pickle(path: Path) -> Any:
+def read_pickle(path: Path, device: torch.device | str = "cpu") -> Any:
     """Reads a file of `torch.save`: tensors and plain values. Code in the file is never run."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location=device, weights_only=True, mmap=True)
     except Exception as error:  # damaged pickles raise anything: KeyError, UnicodeError, …
         if isinstance(error, pickle.UnpicklingError):
             reason = "it holds more than tensors and plain values, and no code in a file is run"

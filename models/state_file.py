@@ -10,6 +10,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import replacing, write_errors
 from lingpt.models.attention.softmax import KVCache
 from lingpt.models.gpt import GPT, DecodingState
+from lingpt.models.model_folder import read_pickle
 
 PIECE = 4096  # tokens that `read` steps through at a time
 
@@ -41,7 +42,7 @@ def load_state(file: Path, model: GPT, room: int) -> DecodingState:
     """
     device = model.lm_head.weight.device
     try:
-        content = torch.load(file, map_location=device, weights_only=True)
+        content = read_pickle(file, device)
         of, position, layers = (content[name] for name in ("of", "position", "layers"))
     except Exception as error:
         raise UserError(f"{file} holds no state, or a damaged one: remove it") from error

@@ -91,4 +91,7 @@ def test_the_source_has_one_door_to_pickles_and_none_to_code():
     assert "weights_only=True" in (ROOT / "models/model_folder.py").read_text()
 
 
-PACKAGES = ("cli", "common", "configs", "data", "eval", "kernels", "models", "study", "train")
+PACKAGES = (
+    "bench", "cli", "common", "configs", "data", "eval", "hf", "kernels", "layers", "models", "plots",
+    "study", "train",
+)  # fmt: skip

@@ -9,7 +9,7 @@ def test_mistakes_on_the_command_line(tmp_path, monkeypatch, capsys):
     write(TINY)
     for words, message in [
         (["--model", "pythia-14m"], "no study is named after the model 'pythia-14m'"),
-        (["--model", "pythia-70m"], "(make study STUDY=…) give one of demo (demo), gate ("),
+        (["--model", "pythia-70m"], "(make study STUDY=…) give one of contexts ("),
         (["--config", "dem"], "no study 'dem' (did you mean 'demo'?)"),
         (["--config", "study-tiny.yaml", "--tokens", "1.5e0"], "tokens is 1.5e0; it must be a whole number"),
         (

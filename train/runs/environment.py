@@ -29,7 +29,8 @@ _PACKAGES = (
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = (
-    "common", "configs", "kernels", "models", "hf", "data", "train", "plots", "eval", "bench", "study", "cli",
+    "common", "configs", "kernels", "models", "hf", "layers", "data", "train", "plots", "eval", "bench",
+    "study", "cli",
 )  # fmt: skip
 
 
