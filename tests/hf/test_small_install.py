@@ -1,7 +1,7 @@
 """`pip install 'lingpt[hf]'` is enough: PyTorch and transformers, and nothing that only training needs.
 
-LINGPT_HF_PYTHON names the Python of such an environment, or several, separated by colons: `.ci/run` makes
-two, of the oldest and the newest transformers. Without it the other packages are hidden in this environment.
+In this environment, which has the oldest transformers that is claimed, the other packages are hidden.
+LINGPT_HF_PYTHON names the Python of an environment that has no others: `.ci/run` makes one, with the newest.
 """
 
 import os
@@ -15,7 +15,7 @@ from lingpt.data.tokenizer import train_bpe
 from lingpt.models import GPT, ModelArgs, export_hf, generate
 
 TRAINING = ("litgpt", "lightning", "datasets", "wandb", "jsonargparse", "zstandard", "lm_eval")
-PYTHONS = os.environ.get("LINGPT_HF_PYTHON", "").split(":")
+PYTHONS = ["", *filter(None, [os.environ.get("LINGPT_HF_PYTHON")])]
 SCRIPT = """
 import importlib.util, sys
 hide, folder, *names = sys.argv[1:]
