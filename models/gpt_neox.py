@@ -65,6 +65,22 @@ def _shards(index: Path) -> list[str]:
     return sorted(set(shards))
 
 
+def sizes_of_hf(hf: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The name, sizes and attention of a `Config` by the keys that all of transformers' decoders share.
+    KeyError for one that is missing."""
+    return {
+        "name": Path(hf.get("_name_or_path") or folder.resolve()).name,
+        "block_size": hf["max_position_embeddings"],
+        "vocab_size": hf["vocab_size"],
+        "padded_vocab_size": hf["vocab_size"],
+        "n_layer": hf["num_hidden_layers"],
+        "n_embd": hf["hidden_size"],
+        "n_head": hf["num_attention_heads"],
+        "intermediate_size": hf["intermediate_size"],
+        "attention": "softmax",
+    }
+
+
 def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
     """The configuration, with softmax attention, of `folder`'s config.json. UserError for other variants."""
     rope = hf.get("rope_parameters")  # in transformers 5; earlier releases have separate keys
@@ -78,19 +94,11 @@ def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
         )
     try:
         return Config(
-            name=Path(hf.get("_name_or_path") or folder.resolve()).name,
-            block_size=hf["max_position_embeddings"],
-            vocab_size=hf["vocab_size"],
-            padded_vocab_size=hf["vocab_size"],
-            n_layer=hf["num_hidden_layers"],
-            n_embd=hf["hidden_size"],
-            n_head=hf["num_attention_heads"],
-            intermediate_size=hf["intermediate_size"],
+            **sizes_of_hf(hf, folder),
             norm_eps=hf.get("layer_norm_eps", 1e-5),
             rotary_percentage=rope.get("partial_rotary_factor", hf.get("rotary_pct", 0.25)),
             rope_base=rope.get("rope_theta", hf.get("rotary_emb_base", 10000)),
             parallel_residual=hf.get("use_parallel_residual", True),
-            attention="softmax",
         )
     except KeyError as error:
         raise UserError(f"{folder / MODEL_CONFIG} lacks {error}") from error

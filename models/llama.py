@@ -13,7 +13,7 @@ from lingpt.common.files import read_json_object
 from lingpt.common.run_folder import MODEL_CONFIG
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
-from lingpt.models.gpt_neox import read_hf_weights
+from lingpt.models.gpt_neox import read_hf_weights, sizes_of_hf
 from lingpt.models.model_folder import write_model_folder
 
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -64,16 +64,9 @@ def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
             raise UserError(f"{folder} is a variant of {kind} that is not supported: it has {what}")
     try:
         return Config(
-            name=Path(hf.get("_name_or_path") or folder.resolve()).name,
-            block_size=hf["max_position_embeddings"],
-            vocab_size=hf["vocab_size"],
-            padded_vocab_size=hf["vocab_size"],
-            n_layer=hf["num_hidden_layers"],
-            n_embd=hf["hidden_size"],
-            n_head=hf["num_attention_heads"],
+            **sizes_of_hf(hf, folder),
             n_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
             head_size=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            intermediate_size=hf["intermediate_size"],
             norm_class_name="RMSNorm",
             norm_eps=hf.get("rms_norm_eps", 1e-6),
             norm_qk=kind == "qwen3",
@@ -87,7 +80,6 @@ def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
             rope_adjustments={ours: rope[theirs] for ours, theirs in _ROPE.items()}
             if rope_type == "llama3"
             else None,
-            attention="softmax",
         )
     except KeyError as error:
         raise UserError(f"{folder / MODEL_CONFIG} lacks {error}") from error
