@@ -56,7 +56,7 @@ class AnswerTokenizer(Tokenizer):
 
     def __init__(self, tokenizer: Tokenizer, source: str | None) -> None:
         """source: where the tokenizer is from, for its chat template."""
-        super().__init__(tokenizer.raw, tokenizer.name)
+        super().__init__(tokenizer.raw, tokenizer.name, tokenizer.end_token)
         self._source = source
 
     @functools.cached_property
@@ -72,6 +72,7 @@ class AnswerTokenizer(Tokenizer):
                 f"the tokenizer {self.name} has no chat template, which messages need: give another with "
                 "--data.tokenizer, or rows with prompt and completion"
             )
+        found.eos_token = self.end_token
         return found
 
     @functools.cached_property
@@ -92,7 +93,7 @@ class AnswerTokenizer(Tokenizer):
         """The row's text in parts: a prompt, its answer, the next prompt, and so on to the last answer."""
         if isinstance(row, list):
             prompt, completion = row
-            return [prompt, completion + self.raw.id_to_token(self.eos_id)]
+            return [prompt, completion + self.end_token]
         render = functools.partial(self._chat.apply_chat_template, tokenize=False)
         messages, parts, done = row["messages"], list[str](), ""
         for i, message in enumerate(messages):
@@ -109,4 +110,4 @@ class AnswerTokenizer(Tokenizer):
         return parts
 
     def __reduce__(self) -> tuple:
-        return AnswerTokenizer, (Tokenizer(self.raw, self.name), self._source)
+        return AnswerTokenizer, (Tokenizer(self.raw, self.name, self.end_token), self._source)

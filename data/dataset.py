@@ -60,6 +60,9 @@ class DataConfig:
     packing: Annotated[Literal["blocks", "documents"], Option(
         "how text fills samples: `blocks` cuts the stream of all documents; `documents` packs whole ones (a "
         "longer one is cut), and no token sees another document")] = "blocks"
+    end_token: Annotated[str | None, Option(
+        "the token that ends each document; by default the `eos_token` of the tokenizer_config.json beside "
+        "tokenizer.json, else `<|endoftext|>`, `<|end_of_text|>`, `</s>` or another usual one")] = None
     val_fraction: Annotated[float, Option(
         "share of the documents held out where the source has no validation split, at least one",
         above=0, below=1, heading=RARE)] = 0.005
@@ -292,7 +295,7 @@ def _cache_folder(config: DataConfig) -> Path:
 
 def _tokenizer(config: DataConfig) -> Tokenizer:
     if config.tokenizer:
-        tokenizer = load_tokenizer(config.tokenizer)
+        tokenizer = load_tokenizer(config.tokenizer, config.end_token)
     else:
         folder = _cache_folder(config)
         with write_errors(folder, WRITE_ADVICE):
@@ -322,7 +325,7 @@ NAMED = (*CORPORA, f"{HUB}owner/name")
 
 def vocab_size(config: DataConfig) -> int:
     """The vocabulary of the tokenizer of `config`; UserError if there is no such tokenizer."""
-    return load_tokenizer(config.tokenizer).vocab_size if config.tokenizer else config.vocab_size
+    return _tokenizer(config).vocab_size if config.tokenizer else config.vocab_size
 
 
 def open_corpus(
