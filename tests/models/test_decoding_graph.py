@@ -314,6 +314,7 @@ FORMS = (
     "ours-gated",
     "ours-gated+output_gate+short_conv+conv_silu+learnable_b",
     "ours-gated+output_gate+constant=false",
+    "ours-gated+output_gate+short_conv+input_gate",
     "gla",
     "gla+short_conv",
     "hybrid+softmax_every=3",

@@ -13,6 +13,8 @@ ATTENTIONS = [
     "ours-decay+output_gate+short_conv+conv_silu",
     "ours-gated",
     "ours-gated+output_gate+short_conv",
+    "ours-gated+input_gate+output_gate+short_conv",
+    "ours+input_gate",
     "softmax",
     "softmax-best",
     "gla",
