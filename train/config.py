@@ -64,8 +64,8 @@ class TrainConfig:
         "run is moved aside), a checkpoint folder resumes from that checkpoint", may_change=True)] = "auto"
     init_from: Annotated[str | None, Option(
         "start a new run from these weights: a Hugging Face folder (Pythia, Llama, SmolLM, Qwen), a model "
-        "folder, or a run's folder "
-        "(its newest checkpoint)", may_change=True)] = None
+        "folder, or a run's folder (its newest checkpoint). Sizes that the recipe does not give, nor a model "
+        "that it names, are those of this model", may_change=True)] = None
     teacher: Annotated[str | None, Option(
         "a run or a model folder that the run imitates, instead of learning the next token: "
         "`lingpt linearize`")] = None

@@ -321,6 +321,26 @@ def test_another_end_of_text_goes_all_the_way(project, capsys):
     assert (theirs.eos_token, theirs.eos_token_id, model["eos_token_id"]) == ("<stop>", 0, 0)
 
 
+def test_a_folder_of_transformers_gives_the_sizes(project, capsys):
+    """Training starts from a Llama without a word about its sizes; a recipe that names another model is a
+    line before any work."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 96, "vocab_size": 2048, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).save_pretrained("llama")
+    words = ["train", "--config", "tiny.yaml", "--train.init_from", "llama"]
+    line = complaint(capsys, *words)
+    assert "llama is another model than 'demo': n_layer is 2, not 4, n_embd is 64, not 128" in line
+    recipe = yaml.safe_load(Path("tiny.yaml").read_text())
+    recipe["model"] = {"attention": "ours-gated"}
+    Path("tiny.yaml").write_text(yaml.safe_dump(recipe))
+    for _ in range(2):  # the second time it resumes
+        assert main(words) == 0
+        out = capsys.readouterr().out
+    assert "step 4 of 4" in out and Path("runs/tiny-ours-gated").is_dir()
+
+
 def test_a_line_of_the_corpus_that_is_not_json(project, capsys):
     (project / "bad.jsonl").write_text('{"text": "one"}\n{"text": \n')
     assert "bad.jsonl" in (
