@@ -36,7 +36,8 @@ POSITION_NOTE = (
 )
 WITHIN_NOTE = (
     "Nats per token after up to so many tokens of its own document (more than in the column before), each "
-    "document by itself, with nothing before it. ± one standard error over documents."
+    "document by itself, with nothing before it; only long ones reach the last columns. ± one standard error "
+    "over documents."
 )
 RECALL_NOTE = (
     "A phrase of a long text is asked for again at its end, by the eight words that stood before it: chosen "
