@@ -1,9 +1,9 @@
 """Rows of prompts and answers, of which only the answers are learned.
 
-A row has `messages`, each with a `role` and a `content`, which the tokenizer's chat template turns into text;
-or a `prompt` and a `completion`, text as it is, after which the end of text is learned. Prompts and answers
-are tokenised apart, as they are when the model answers. In the token cache a token that is not learned is
-stored as its bitwise complement, which is negative, and after each row stands ROW_END.
+The chat template of the tokenizer turns messages into text. A prompt and its completion are text as they
+are, and the end of text after them is learned. Prompts and answers are tokenised apart, as they are when the
+model answers. In the token cache a token that is not learned is stored as its bitwise complement, which is
+negative, and after each row stands ROW_END.
 """
 
 import functools
@@ -15,38 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from lingpt.common.errors import UserError, one_line
+from lingpt.common.errors import UserError
 from lingpt.data.tokenizer import Tokenizer
 
-ANSWERS = "messages, or prompt and completion"  # the `text_key` of such rows
 ROW_END = int(np.iinfo(np.int32).min)
-NEEDED = (
-    'every line must be a JSON object with "messages", one of them an assistant\'s, each with a role and a '
-    'content in text; or with a "prompt" and a "completion" in text'
-)
-
-
-def read_row(line: bytes, where: str) -> str:
-    """The row in one line of JSON, without what is not used. UserError, which begins with `where`."""
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-        if "messages" in row:
-            messages = [{key: message[key] for key in ("role", "content")} for message in row["messages"]]
-            texts = [text for message in messages for text in message.values()]
-            answers = [message["content"] for message in messages if message["role"] == "assistant"]
-            kept = json.dumps({"messages": messages}, ensure_ascii=False)
-        else:
-            texts = [row["prompt"], row["completion"]]
-            answers, kept = texts[1:], json.dumps(texts, ensure_ascii=False)
-        if all(isinstance(text, str) for text in texts) and any(answers):
-            kept.encode()
-            return kept
-        fault = "has no answer, or what is not text"
-    except (KeyError, TypeError):
-        fault = f"has no {ANSWERS}"
-    except (ValueError, RecursionError) as error:
-        fault = f"is not JSON in UTF-8 ({one_line(error)})"
-    raise UserError(f"{where} {fault}: {NEEDED}")
 
 
 class AnswerTokenizer(Tokenizer):

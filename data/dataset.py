@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from lingpt.common.errors import UserError
 from lingpt.common.files import cache_dir, write_errors
 from lingpt.common.options import RARE, Option, check_options
-from lingpt.data.answers import ANSWERS, AnswerTokenizer
+from lingpt.data.answer_rows import ANSWERS
+from lingpt.data.answers import AnswerTokenizer
 from lingpt.data.cache import WRITE_ADVICE, TokenCache, entry_folder, token_cache
 from lingpt.data.corpus import TEXT_KEY, Corpus
 from lingpt.data.embedded import embedded_corpus
@@ -55,8 +56,8 @@ class DataConfig:
         "the field of JSONL, or the column of Parquet and of data sets, that holds the text; `a.b` is b in a"
     )] = TEXT_KEY
     rows: Annotated[Literal["text", "answers"], Option(
-        "what a row of JSONL holds: a text, or `messages` or `prompt` and `completion`, of which only the "
-        "answers are learned")] = "text"
+        "what a row of the source holds: a text, or `messages` or `prompt` and `completion`, of which only "
+        "the answers are learned")] = "text"
     packing: Annotated[Literal["blocks", "documents"], Option(
         "how text fills samples: `blocks` cuts the stream of all documents; `documents` packs whole ones (a "
         "longer one is cut), and no token sees another document")] = "blocks"
@@ -370,6 +371,8 @@ def is_path(source: str) -> bool:
 
 def _open(source: str, cache_dir: Path | None, text_key: str) -> Corpus:
     if source in CORPORA:
+        if text_key == ANSWERS:
+            raise UserError(f"{source} has texts, without prompts and answers: leave out --data.rows answers")
         return CORPORA[source].open()
     name = source.removeprefix(HUB)
     if is_saved(expand(name)):
