@@ -22,8 +22,8 @@ from lingpt.common.files import write_json
 from lingpt.common.run_folder import read_metrics
 from lingpt.train.console import print_rank0
 
-# The embedded text as bytes: the most tokens that need no download, and a validation split as long as a row.
-DATA = ["--data.source", "embedded", "--data.vocab_size", "257", "--data.val_fraction", "0.45"]
+# The embedded text as bytes: the most tokens that need no download.
+DATA = ["--data.source", "embedded", "--data.vocab_size", "257"]
 
 
 @dataclass
@@ -79,6 +79,10 @@ def bench_context(
 ) -> list[Row]:
     """Runs all rows, none after `budget` seconds; `options`: more of `lingpt train`'s, for every row."""
     until, rows, base = time.monotonic() + budget, list[Row](), dict[str, float]()
+    out.mkdir(parents=True, exist_ok=True)
+    text = out / "validation.txt"  # as long as the longest row, which the embedded validation text is not
+    text.write_text("A line of text.\n" * (max(*seq_lens, base_len, check_len) // 16 + 1))
+    options = ["--data.val_source", str(text), *options]
     settings = {"model": model, "steps": steps, "options": list(options), "environment": environment()}
     for row in rows_of(attentions, seq_lens, base_len, check_len, devices):
         words = _command(row, model, steps, accelerator, options, out)
