@@ -257,11 +257,13 @@ def test_gla_is_its_recurrence(small, short_conv, expand_k):
     torch.testing.assert_close(layer(x, model.cos[:N], model.sin[:N]), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("activation", "qk_norm"), [("silu", False), ("sigmoid", True)])
-def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small, activation, qk_norm):
+@pytest.mark.parametrize(
+    ("activation", "qk_norm", "window"), [("silu", False, None), ("sigmoid", True, 7), ("silu", False, 99)]
+)
+def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small, activation, qk_norm, window):
     """`ours*`'s options around softmax: W_O (silu(x W_r) ⊙ LayerNorm_head(softmax(q·k / √D) v)); the gate may
-    be a sigmoid, q and k may have an RMS norm each."""
-    options = {"gate_activation": activation, "softmax_qk_norm": qk_norm}
+    be a sigmoid, q and k may have an RMS norm each, and i − j be less than a window."""
+    options = {"gate_activation": activation, "softmax_qk_norm": qk_norm, "softmax_window": window}
     model = small("softmax", softmax_conv=True, softmax_gate=True, **options).double()
     layer, N = model.transformer.h[0].attn, 23
     generator = torch.Generator().manual_seed(2)
@@ -278,7 +280,9 @@ def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small, act
             for t, norm in ((q, layer.q_norm), (k, layer.k_norm))
         )
     q, k = (rotated(t.transpose(1, 2), cos, sin).transpose(1, 2) for t in (q, k))
-    scores = (q @ k.mT / 4).masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
+    distance = torch.arange(N)[:, None] - torch.arange(N)
+    seen = (distance >= 0) & (distance < (window or N))
+    scores = (q @ k.mT / 4).masked_fill(~seen, -torch.inf)
     o = (scores.softmax(-1) @ v).transpose(1, 2)
     r = layer.gate_proj(x)
     r = torch.sigmoid(r) * (r if activation == "silu" else 1)

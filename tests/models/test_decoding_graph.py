@@ -308,6 +308,7 @@ def test_a_graph_goes_with_its_text(small, tokens, recorded):
 FORMS = (
     "softmax",
     "softmax+softmax_conv+softmax_gate",
+    "softmax+softmax_window=20",
     "ours",
     "ours+learnable_b",
     "ours-decay",

@@ -17,6 +17,7 @@ ATTENTIONS = [
     "ours+input_gate",
     "softmax",
     "softmax-best",
+    "softmax-best+softmax_window=20",
     "gla",
     "gla+short_conv",
     "hybrid",
