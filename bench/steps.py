@@ -40,7 +40,7 @@ from lingpt.bench.step_results import (
 )
 from lingpt.common.errors import UserError
 from lingpt.data import Batch, DataConfig
-from lingpt.models import ATTENTIONS, GPT, MODELS, ModelArgs
+from lingpt.models import GPT, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, TrainConfig
@@ -298,9 +298,6 @@ def _time_round(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) 
     device, kernels = parallel.device, {}
     if row.attention not in IDENTITIES:
         config = recipe.model.config()
-        for name in config.attention_per_layer:
-            if missing := ATTENTIONS[name].missing_package(device):
-                raise UserError(missing)
         kernels = attention_kernels(config, device, machine.precision)
     began = time.perf_counter()
     trained = Trained(recipe, row.attention, parallel)

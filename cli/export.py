@@ -26,7 +26,6 @@ class Options:
 def run(options: Options) -> None:
     import shutil
 
-    from lingpt.common.end_of_text import TOKENIZER_CONFIG
     from lingpt.common.errors import UserError
     from lingpt.common.files import new_folder, write_errors
     from lingpt.common.run_folder import TOKENIZER, find_model_folder
@@ -42,8 +41,8 @@ def run(options: Options) -> None:
             export_hf(model, folder, tokenizer if tokenizer.is_file() else None, model_card(model, source))
         else:
             save_model(model, folder)
-            for file in filter(Path.is_file, (tokenizer, source / TOKENIZER_CONFIG)):
-                shutil.copyfile(file, folder / file.name)
+            if tokenizer.is_file():
+                shutil.copyfile(tokenizer, folder / tokenizer.name)
     print(f"wrote {out} from {source}: {model.num_parameters():,} parameters")
 
 

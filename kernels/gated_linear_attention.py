@@ -2,8 +2,9 @@
 
     S_t = diag(α_t) S_{t−1} + k_t v_tᵀ,    o_t = scale · S_tᵀ q_t                                     (eq. 3)
 
-with a gate α_t ∈ (0, 1] for every key dimension. Four implementations: the definition, a chunkwise form in
-plain PyTorch (any device, analytical backward), the recurrence for decoding, and fla-core's Triton kernel.
+with a gate α_t ∈ (0, 1] for every key dimension. Five implementations: the definition, a chunkwise form in
+plain PyTorch (any device, analytical backward), the recurrence for decoding, our CUDA kernels
+(linear_attention/cuda/channel_decay.cu), and fla-core's Triton kernels.
 """
 
 import functools
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lingpt.common.errors import UserError, unknown
 from lingpt.common.install import install_command
 from lingpt.kernels.context_parallel import Context
+from lingpt.kernels.linear_attention.cuda import channel_decay
 from lingpt.kernels.numerics import (
     LOG_ZERO,
     first_tokens,
@@ -33,7 +35,7 @@ from lingpt.kernels.numerics import (
 )
 
 CHUNK, SUBCHUNK = 64, 16
-BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "fla")
+BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda", "fla")
 HAS_FLA = importlib.util.find_spec("fla") is not None
 _TRITON_LOCK = threading.Lock()  # evaluation has a thread per GPU; Triton's autotuners serve one at a time
 
@@ -67,9 +69,10 @@ def gated_linear_attention(
             "reference"  the definition, quadratic, float64 inside;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
             "recurrent"  token by token, for decoding;
+            "cuda"       our kernels: bf16 and fp16, Dk ≤ 256 and Dv ≤ 512 (padded to multiples of 32);
             "fla"        fla-core's chunk_gla, CUDA only (under torch.compile it breaks the graph);
-            "auto"       recurrent for one token; fla for bf16 and fp16 on CUDA if it is installed; else
-                         chunkwise.
+            "auto"       recurrent for one token; cuda where it can run; else chunkwise, with a warning on
+                         CUDA devices.
 
     Returns:
         o [B, N, H, Dv] in q's dtype. Every tensor argument gets a gradient.
@@ -101,9 +104,10 @@ def gated_linear_attention_with_state(
     if cu_seqlens is not None:
         first = first_tokens(cu_seqlens, *q.shape[:2])
         log_gate = log_gate.masked_fill(first[..., None, None], LOG_ZERO[state_dtype(q.dtype)])
-    backend = choose(backend, q)
+    backend = choose(backend, q, v.shape[-1])
     forms = {
         "chunkwise": _chunkwise,
+        "cuda": _cuda,
         "reference": _reference,
         "recurrent": _recurrent,
         "fla": fla_attention,
@@ -142,7 +146,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | No
         )
 
 
-def choose(backend: str, q: Tensor) -> str:
+def choose(backend: str, q: Tensor, Dv: int) -> str:
     """The backend to use, for `auto` by what the machine has. UserError if it cannot run here."""
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
@@ -151,18 +155,24 @@ def choose(backend: str, q: Tensor) -> str:
             raise UserError(f"backend='fla' needs fla-core: {install_command('gla')}")
         if q.device.type != "cuda":
             raise UserError(f"backend='fla' needs CUDA tensors; these are on {q.device}")
-    if backend != "auto":
-        return backend
-    if q.shape[1] == 1:  # also at the first token, for which fla would compile and tune its kernels
+    if backend == "auto" and q.shape[1] == 1:
         return "recurrent"
-    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[1] == 0:
-        return "chunkwise"
-    if not HAS_FLA and not torch.compiler.is_compiling():
-        warnings.warn(
-            "gated_linear_attention runs on the slower chunkwise backend: fla-core is not installed",
-            stacklevel=4,
-        )
-    return "fla" if HAS_FLA else "chunkwise"
+    if backend not in ("auto", "cuda"):
+        return backend
+    reason = _cuda_unsupported_reason(q, Dv)
+    if reason is None:
+        return "cuda"
+    if backend == "cuda":
+        raise UserError(f"backend='cuda' cannot run this: {reason}")
+    if q.device.type == "cuda" and not torch.compiler.is_compiling():
+        warnings.warn(f"gated_linear_attention runs on the slower chunkwise backend: {reason}", stacklevel=4)
+    return "chunkwise"
+
+
+def _cuda_unsupported_reason(q: Tensor, Dv: int) -> str | None:
+    if q.device.type != "cuda":
+        return f"the tensors are on {q.device.type}"
+    return channel_decay.unsupported_reason(q, *(d + -d % channel_decay.WIDTH for d in (q.shape[-1], Dv)))
 
 
 def _reference(q, k, v, log_gate, initial_state, scale):
@@ -195,6 +205,68 @@ def _recurrent(q, k, v, log_gate, initial_state, scale):
         outputs.append((qs[:, t, :, :, None] * state).sum(-2))
     o = torch.stack(outputs, dim=1).to(q.dtype) if outputs else torch.empty_like(v)
     return o, state
+
+
+def _cuda(q, k, v, log_gate, initial_state, scale):
+    """Our kernels. Channels that they do not have are zeros."""
+    if scale == 0:  # they divide the final state's gradient by it
+        q, scale = 0 * q, 1.0
+    Dk, Dv = q.shape[-1], v.shape[-1]
+    keys, values = (-d % channel_decay.WIDTH for d in (Dk, Dv))
+    if keys or values:
+        q, k, log_gate = (F.pad(x, (0, keys)) for x in (q, k, log_gate))
+        v = F.pad(v, (0, values))
+        if initial_state is not None:
+            initial_state = F.pad(initial_state, (0, values, 0, keys))
+    o, state, _ = _cuda_forward(q, k, v, log_gate, initial_state, scale)
+    return (o[..., :Dv], state[..., :Dk, :Dv]) if keys or values else (o, state)
+
+
+@torch.library.custom_op("lingpt::gated_linear_attention_cuda_fwd", mutates_args=())
+def _cuda_forward(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, the final state, and for the backward pass the states before segments."""
+    return channel_decay.forward(q, k, v, log_gate, state, scale)
+
+
+@torch.library.custom_op("lingpt::gated_linear_attention_cuda_bwd", mutates_args=())
+def _cuda_backward(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | None, final: Tensor, before: Tensor,
+    scale: float, do: Tensor | None, dfinal: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of q, k, v, log_gate and, if there is one, of the initial state."""
+    do = torch.zeros_like(v) if do is None else do
+    return channel_decay.backward(q, k, v, log_gate, state, final, before, scale, do, dfinal)
+
+
+@_cuda_forward.register_fake
+def _(q, k, v, log_gate, state, scale):
+    B, _, H, Dk = q.shape
+    Dv, segments = v.shape[-1], channel_decay.segmentation(q, v.shape[-1])[0]
+    states = (q.new_empty(B, H, *n, Dk, Dv, dtype=torch.float32) for n in ((), (segments,)))
+    return (v.new_empty(v.shape), *states)
+
+
+@_cuda_backward.register_fake
+def _(q, k, v, log_gate, state, final, before, scale, do, dfinal):
+    return [x.new_empty(x.shape) for x in (q, k, v, log_gate, state) if x is not None]
+
+
+def _save_cuda(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_cuda(
+    ctx: Any, do: Tensor | None, dfinal: Tensor | None, _: None
+) -> tuple[Tensor | None, ...]:
+    gradients = _cuda_backward(*ctx.saved_tensors, ctx.scale, do, dfinal)
+    return *gradients, *[None] * (6 - len(gradients))
+
+
+_cuda_forward.register_autograd(_differentiate_cuda, setup_context=_save_cuda)
 
 
 @torch.compiler.disable  # its kernels are autotuned at the first call, which a graph cannot contain
@@ -313,13 +385,17 @@ def _differentiate(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[
 _chunkwise.register_autograd(_differentiate, setup_context=_save)
 
 
-@register_flop_formula(torch.ops.lingpt.gated_linear_attention_fwd)
+@register_flop_formula(
+    [torch.ops.lingpt.gated_linear_attention_fwd, torch.ops.lingpt.gated_linear_attention_cuda_fwd]
+)
 def _flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
     B, N, H, Dk = q
     return gated_linear_attention_flops(B, N, H, Dk, v[-1])
 
 
-@register_flop_formula(torch.ops.lingpt.gated_linear_attention_bwd)
+@register_flop_formula(
+    [torch.ops.lingpt.gated_linear_attention_bwd, torch.ops.lingpt.gated_linear_attention_cuda_bwd]
+)
 def _flops_backward(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
     return 2 * _flops(q, k, v)
 

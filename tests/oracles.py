@@ -22,7 +22,7 @@ from lingpt.kernels.numerics import B_SHRINK, reciprocal_norm, true_fp32
 
 # The backends that run on any device.
 FORMS = tuple(name for name in interface.BACKENDS if name not in ("auto", "cuda"))
-GATED_FORMS = tuple(name for name in gated.BACKENDS if name not in ("auto", "fla"))
+GATED_FORMS = tuple(name for name in gated.BACKENDS if name not in ("auto", "cuda", "fla"))
 
 
 # Inputs
@@ -239,6 +239,44 @@ def quantised(
         tokens = [x.transpose(1, 2) for x in (o, dq, dk, rounded(dV))]
     names = "S", "z", "c", "n", "o", "dq", "dk", "dv", "db", "dS", "dz", "dc", "dn"
     return dict(zip(names, (*end, *tokens, db, *d_initial), strict=True)) | more
+
+
+def gated_quantised(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, initial: Tensor, do: Tensor, dfinal: Tensor, scale: float
+) -> dict[str, Tensor]:
+    """What the dtype of q allows of gated linear attention and its gradients, in the quadratic form.
+
+    Rounded: every factor of a product (decayed q and k, scores and their gradients, states), and each result
+    once. Sums are in float64, and the gates' gradient is of gradients that are not rounded.
+    """
+    causal = torch.ones(q.shape[1], q.shape[1], device=q.device).tril().bool()[..., None]
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(q.dtype).double()
+
+    results = []
+    for b, h in ((b, h) for b in range(q.shape[0]) for h in range(q.shape[2])):
+        Q, K, V, dO, g = (x[b, :, h].double() for x in (q, k, v, do, gate))
+        S, dS, G = initial[b, h].double(), dfinal[b, h].double(), g.cumsum(0)
+        fade = (G[:, None] - G).masked_fill(~causal, float("-inf")).exp()  # [i, j, Dk]
+        QF, KF = rounded(Q[:, None] * fade), rounded(K * fade)
+        since, whole, left = rounded(Q * G.exp()), G[-1].exp()[:, None], rounded(K * (G[-1] - G).exp())
+        A, dA = rounded((Q[:, None] * KF).sum(-1)), rounded((dO @ V.mT).tril())
+        o, final = scale * (A @ V + since @ rounded(S)), whole * S + left.mT @ V
+        dQ = scale * (torch.einsum("ij,ijd->id", dA, KF) + G.exp() * (dO @ rounded(S).mT))
+        dK = scale * torch.einsum("ij,ijd->jd", dA, QF) + (G[-1] - G).exp() * (V @ rounded(dS).mT)
+        dV, dinitial = scale * A.mT @ dO + left @ rounded(dS), whole * dS + scale * since.mT @ dO
+        dG = Q * dQ - K * dK
+        dG[-1] += (dS * final).sum(-1)
+        dgate = dG.flip(0).cumsum(0).flip(0).to(gate.dtype)
+        results.append((rounded(o), final, *map(rounded, (dQ, dK, dV)), dgate, dinitial))
+    names = "o", "final", "dq", "dk", "dv", "dgate", "dinitial"
+    return {  # [B·H, ·, ·] → [B, N, H, ·], or states [B, H, Dk, Dv]
+        name: torch.stack(x)
+        .unflatten(0, (q.shape[0], -1))
+        .transpose(1, 1 if name in ("final", "dinitial") else 2)
+        for name, x in zip(names, zip(*results, strict=True), strict=True)
+    }
 
 
 class Fade(NamedTuple):

@@ -24,6 +24,7 @@ from lingpt.bench.kernels import inputs, oracles
 from lingpt.bench.kernels.inputs import Inputs
 from lingpt.bench.kernels.shapes import Shape
 from lingpt.common.install import install_command
+from lingpt.kernels.gated_linear_attention import gated_linear_attention
 from lingpt.kernels.linear_attention import linear_attention, linear_attention_qkv
 from lingpt.kernels.numerics import B_SHRINK
 
@@ -119,6 +120,10 @@ def _ours_packed(backend: str) -> Attention:
     return lambda x: _output(linear_attention_qkv(x["qkv"], x["cos"], x["sin"], backend=backend))
 
 
+def _ours_gla(x: Inputs) -> Tensor:
+    return _output(gated_linear_attention(x["q"], x["k"], x["v"], x["g"], backend="cuda"))
+
+
 def _output(o: object) -> Tensor:
     """o of an operator that returns o, or (o, state) if the state is requested."""
     assert isinstance(o, Tensor)
@@ -208,6 +213,8 @@ _ALL = (
                    colour_of="ours-gated"),
     Implementation("ours-packed", "ours, packed qkv with RoPE", inputs.packed, _ours_packed("cuda"),
                    _ours_packed("chunkwise"), _GPU, ours=True, training_only=True, colour_of="ours"),
+    Implementation("ours-gla", "ours, a decay of each channel (GLA)", inputs.gated, _ours_gla, oracles.gated,
+                   _GPU, min_traffic=(5, 10), ours=True, colour_of="gla"),
     Implementation("ours-chunkwise", "ours, chunkwise PyTorch", inputs.random, _ours("chunkwise"),
                    _ours("chunkwise"), colour_of="ours"),
     Implementation("torch-cumsum", "PyTorch, cumulative sums", inputs.random, _cumsum, _ours("chunkwise")),

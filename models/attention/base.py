@@ -91,12 +91,6 @@ class Attention(Fp32Buffers, ABC):
         mechanism without a choice may return `pytorch`.
         """
 
-    @classmethod
-    def missing_package(cls, device: torch.device) -> str | None:
-        """A line that says which package its fast kernel lacks on this device and how to install it; None if
-        nothing is missing."""
-        return None
-
     @abstractmethod
     def forward(
         self,
@@ -132,8 +126,7 @@ class Attention(Fp32Buffers, ABC):
         """An empty decoding state, which the layer's forward updates in place."""
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
-        """Initial values by name: of the parameters that are neither in linear layers nor in norms, and of
-        linear layers that are not drawn."""
+        """Initial values of the parameters that are neither in linear layers nor in norms, by name."""
         return {}
 
     def reset_buffers(self, device: torch.device) -> None:

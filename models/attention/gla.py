@@ -9,22 +9,21 @@ With `short_conv` a causal convolution of width 4 and a SiLU are applied to q, k
 without the SiLU GLA does not learn to recall (docs/results/gate/learning).
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lingpt.common.errors import UserError
-from lingpt.common.install import install_command
 from lingpt.common.options import Option
 from lingpt.kernels.gated_linear_attention import (
-    HAS_FLA,
     choose,
     gated_linear_attention,
     gated_linear_attention_flops,
     gated_linear_attention_with_state,
 )
+from lingpt.kernels.linear_attention.cuda.channel_decay import LONGEST_SEGMENT
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import Attention, RecurrentState
 from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, apply_short_conv, identity_filter
@@ -76,15 +75,17 @@ class GLAAttention(Attention):
 
     @classmethod
     def kernel_name(
-        cls, config: Architecture, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
+        cls,
+        config: Architecture,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        gla_n_head: int,
+        gla_expand_k: float,
+        **_: bool,
     ) -> str:
-        return choose("auto", torch.empty(1, 2, 1, 1, device=device, dtype=dtype))
-
-    @classmethod
-    def missing_package(cls, device: torch.device) -> str | None:
-        if HAS_FLA or device.type != "cuda":
-            return None
-        return f"fla-core is not installed: {install_command('gla')}"
+        Dk, Dv = (int(part * config.n_embd) // gla_n_head for part in (gla_expand_k, 1))
+        return choose("auto", torch.empty(1, 2, 1, Dk, device=device, dtype=dtype), Dv)
 
     def forward(
         self,
@@ -116,9 +117,10 @@ class GLAAttention(Attention):
         return gated_linear_attention_flops(1, seq_len, H, self.d_k // H, self.d_v // H) // seq_len
 
     def saved_activations_per_token(self) -> int:
-        # qkvr; FLA's copies of q, k and v, its cumulative gates (fp32), the gate before its logarithm; o and
-        # the input of `proj`
-        saved = 2 * (self.d_k + self.d_v) + (2 * self.d_k + self.d_v) + 3 * self.d_k + 2 * self.d_v
+        # qkvr; the gates and what their logarithm is of, in fp32; the states between segments, too; o and its
+        # norm, and the input of `proj`
+        states = 2 * self.d_k * self.d_v // self.n_head // LONGEST_SEGMENT
+        saved = 2 * (self.d_k + self.d_v) + 4 * self.d_k + states + 3 * self.d_v
         return saved if self.conv is None else saved + 2 * self.d_k + self.d_v  # and the convolution's input
 
     def gathered_elements(self, tokens: int) -> int:

@@ -95,7 +95,7 @@ def test_pieces_with_the_state_carried_equal_the_whole(backend):
 
 def test_one_token_takes_the_form_that_decodes():
     """Guards: fla's kernels compiled and tuned for one token, with which text without a prompt begins."""
-    assert [choose("auto", torch.empty(1, n, 1, 1)) for n in (1, 2)] == ["recurrent", "chunkwise"]
+    assert [choose("auto", torch.empty(1, n, 1, 1), 1) for n in (1, 2)] == ["recurrent", "chunkwise"]
 
 
 @pytest.fixture
@@ -225,7 +225,8 @@ WRONG = {
         lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, initial_state=s.float()),
         "initial_state",
     ),
-    "backend": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="cuda"), "unknown backend"),
+    "backend": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="gpu"), "unknown backend"),
+    "cuda on a CPU": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="cuda"), "on cpu"),
     "fla on a CPU": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="fla"), "fla"),
 }
 

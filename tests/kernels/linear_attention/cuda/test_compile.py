@@ -15,8 +15,8 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.install import install_command
+from lingpt.kernels.linear_attention.cuda import channel_decay, launch, toolchain, variants
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
-from lingpt.kernels.linear_attention.cuda import launch, toolchain, variants
 from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
 # Shared memory that a block may have, KB (CUDA C++ Programming Guide).
@@ -288,6 +288,19 @@ def test_the_fields_that_python_packs_are_those_of_struct_params() -> None:
         launch.POINTERS.pack({"stats": 1})
 
 
+def test_the_fields_of_channels_are_those_of_their_struct() -> None:
+    """Guards: the same of struct ChannelParams."""
+    source = (nvrtc.SOURCE_FOLDER / "channel_decay_params.cuh").read_text()
+    body = re.search(r"struct ChannelParams \{(.*?)\n\};", re.sub(r"//[^\n]*", "", source), re.DOTALL)[1]
+    fields = []
+    for declaration in filter(str.strip, body.split(";")):
+        names = re.fullmatch(r"\s*(?:const )?\w+(.*)", declaration, re.DOTALL)[1].split(",")
+        for name in (x.strip(" *\n") for x in names):
+            strides = [f"{name[8:]}_{dim}" for dim in ("batch", "token", "head")]
+            fields += strides if name.startswith("strides_") else [name]
+    assert fields == list(channel_decay.PARAMS.names)
+
+
 def test_the_hash_is_of_substance(tmp_path: Path) -> None:
     """Guards: comments and blank space leave a GPU record valid; any other change makes it stale."""
     kernel, launcher = tmp_path / "k.cu", tmp_path / "__init__.py"
@@ -359,6 +372,29 @@ def test_our_kernels_compile_without_spills(arch: str, builds: str) -> None:
         assert set(module.resources) == set(spec.names)  # the report holds every kernel
         assert not [f"{name}: {use}" for name, use in module.resources.items() if use.spills]
         assert not module.remarks
+
+
+CHANNEL_BUILDS = [
+    ("sm_80", "bf16", "float", 128, 256),
+    ("sm_90a", "bf16", "float", 64, 128),
+    ("sm_90a", "fp16", "bf16", 128, 128),
+    ("sm_90a", "bf16", "float", 96, 192),
+    ("sm_90a", "bf16", "float", 256, 512),
+    ("sm_100", "bf16", "float", 128, 128),
+    ("sm_120", "bf16", "float", 64, 128),
+]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("build", CHANNEL_BUILDS, ids=str)
+def test_kernels_of_channels_compile_without_spills(build: tuple) -> None:
+    """Guards: the same of a decay for each channel, and that a block fits the card."""
+    found = channel_decay.Build(*build)
+    module = found.spec.compile(found.arch)
+    assert set(module.resources) == set(found.names.values())
+    assert not [f"{name}: {use}" for name, use in module.resources.items() if use.spills]
+    assert max(found.shared) <= channel_decay.most_shared(found.arch) * 1024
 
 
 @pytest.mark.nvrtc

@@ -1,0 +1,306 @@
+"""Linear attention with a decay for each channel on the kernels of channel_decay.cu: plans and launches.
+
+Forward: `states` and `prefix`, if sequences are cut into segments, then a scan. Backward: the same in reverse
+for the states, then scans for dq, dv and dk; the last writes the gradient of the decays, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from lingpt.common.errors import UserError
+from lingpt.kernels.linear_attention.cuda.compile import KernelSpec
+from lingpt.kernels.linear_attention.cuda.launch import Fields, Kernel, raw_stream
+from lingpt.kernels.linear_attention.cuda.toolchain import check_usable, native_arch
+from lingpt.kernels.linear_attention.cuda.variants import SMALL_SHARED
+
+SOURCE = "channel_decay.cu"
+TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
+CHUNK, SUBS = 32, 2  # tokens that a block takes at a time, and the blocks of 16 in them
+# Tokens of a segment at most : the gradient of decays is summed up within one, and so is its rounding.
+LONGEST_SEGMENT = 1024
+MOST_BATCH_HEADS = 65535  # CUDA's limit on the grid's second dimension
+WIDTH, MOST_KEYS, MOST_VALUES = 32, 256, 512  # Dk and Dv are multiples of the first
+
+_TENSORS = ("a", "b", "c", "gate", "k")  # those with strides
+PARAMS = Fields(
+    dict.fromkeys(("a", "b", "c", "gate", "y", "y_rest", "k", "dq", "dq_rest", "dgate"), "P")
+    | dict.fromkeys(("ends", "S", "before", "decays", "final"), "P")
+    | {f"{name}_{dim}": "q" for name in _TENSORS for dim in ("batch", "token", "head")}
+    | dict.fromkeys(("N", "H", "segments", "segment_len", "has_initial"), "i")
+    | {"scale": "f"}
+)
+# What a scan's a, b and c are (channel_decay_params.cuh).
+OPERANDS = {"FWD": "qkv", "DV": ("k", "q", "do"), "DQ": ("do", "v", "k"), "DK": ("v", "do", "q")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """One build of channel_decay.cu."""
+
+    arch: str
+    tag: str  # of q, k and v
+    gate_tag: str
+    Dk: int
+    Dv: int
+
+    @functools.cached_property
+    def slices(self) -> tuple[int, int, int]:
+        """Channels of v that a block of the left form has; of k in the right form, and its GROUPS."""
+        groups = -(-self.Dv // 256)
+        return _widest(self.Dv, 128), _widest(self.Dk, 128 // groups), groups
+
+    @functools.cached_property
+    def shared(self) -> tuple[int, int, int]:
+        """Bytes of shared memory of a block: the left form, `states`, the right form."""
+        left, right, groups = self.slices
+        gate = 4 if self.gate_tag == "float" else 2
+
+        def tile(columns: int, size: int = 2) -> int:
+            return -(-(CHUNK * (columns * size + 16) + CHUNK * 8) // 128) * 128
+
+        states = tile(self.Dk, gate) + 2 * tile(self.Dk) + 2 * tile(left) + (SUBS + 1) * self.Dk * 4
+        whole = states + 6 * tile(self.Dk) + SUBS * 16 * 48
+        scan = 2 * tile(self.Dv) + 4 * tile(right) + 2 * tile(right, gate)
+        scan += groups * CHUNK * (right + 4) * 4 + CHUNK * 80 + (4 * SUBS + groups) * right * 4
+        return whole, states, scan
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Blocks of the left and of the right form that a multiprocessor runs at once, at least; two, if
+        registers hold their states (rows of 128 numbers) and shared memory the rest."""
+        left, _, right = self.shared
+
+        def fitting(
+            shared: int, row: int
+        ) -> int:  # a multiprocessor has 1 KB more, and reserves 1 KB a block
+            return 2 if row <= 128 and 2 * shared <= (most_shared(self.arch) - 1) * 1024 else 1
+
+        return fitting(left, self.Dk), fitting(right, self.Dv)
+
+    @property
+    def names(self) -> dict[str, str]:
+        left, right, groups = self.slices
+        types = f"{self.tag}, {self.gate_tag}"
+        few, many = self.blocks
+        names = {}
+        for mode, reverse in (("FWD", "false"), ("DV", "true")):
+            names[mode] = f"channel_left<{types}, {self.Dk}, {left}, {reverse}, {few}>"
+            names[f"states {mode}"] = f"channel_states<{types}, {self.Dk}, {left}, {reverse}, {few}>"
+            names[f"prefix {mode}"] = f"channel_prefix<{self.Dk}, {self.Dv}, {reverse}>"
+        for mode, reverse in (("DQ", "false"), ("DK", "true")):
+            names[mode] = f"channel_right<{types}, {self.Dv}, {right}, {groups}, {reverse}, {many}>"
+        return names
+
+    @property
+    def spec(self) -> KernelSpec:
+        left, states, right = self.shared
+        defines = {"CHANNEL_PARAMS_BYTES": PARAMS.size, "LEFT_BYTES": left}
+        defines |= {"STATES_BYTES": states, "RIGHT_BYTES": right}
+        return KernelSpec(SOURCE, tuple(self.names.values()), defines, (self.arch,))
+
+    @functools.cached_property
+    def kernels(self) -> dict[str, Kernel]:
+        """Compiled and loaded, by the keys of `names`."""
+        kernels = self.spec.compile(self.arch).load(self.names.values())
+        return {key: kernels[name] for key, name in self.names.items()}
+
+
+build_for = functools.cache(Build)  # which keeps its kernels
+
+
+def _widest(channels: int, most: int) -> int:
+    """The widest slice of at most so many channels: a multiple of 32 that divides them."""
+    return max(width for width in range(32, most + 1, 32) if channels % width == 0)
+
+
+@functools.cache
+def _card(device: torch.device) -> tuple[str, int]:
+    """The card's architecture and number of multiprocessors."""
+    return native_arch(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def segmentation(q: Tensor, Dv: int) -> tuple[int, int]:
+    """(segments, tokens of each) that a sequence is cut into: enough to fill the card."""
+    (B, N, H, Dk), (arch, processors) = q.shape, _card(q.device)
+    build = build_for(arch, TAGS[q.dtype], "float", Dk, Dv)
+    blocks, slots = B * H * (Dv // build.slices[0]), processors * build.blocks[0]
+    count = max(-(-N // LONGEST_SEGMENT), min(slots // blocks, N // (4 * CHUNK)), 1)
+    length = -(-N // (count * CHUNK)) * CHUNK
+    return -(-N // length), length
+
+
+def unsupported_reason(q: Tensor, Dk: int, Dv: int) -> str | None:
+    """Why the kernels cannot serve a call with such q, but Dk and Dv; None if they can."""
+    B, N, H, _ = q.shape
+    if B * H > MOST_BATCH_HEADS:
+        return "batch size × heads is above 65,535"
+    if 0 in (B, N, H):
+        return "it takes no empty tensors"
+    return _shape_unsupported_reason(q.dtype, Dk, Dv, q.device)
+
+
+@functools.cache
+def _shape_unsupported_reason(dtype: torch.dtype, Dk: int, Dv: int, device: torch.device) -> str | None:
+    """Why no kernels run for these head dimensions, this dtype and card; None if they do."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bf16 and fp16, not {dtype}"
+    if Dk % WIDTH or Dv % WIDTH or not (0 < Dk <= MOST_KEYS and 0 < Dv <= MOST_VALUES):
+        return f"it takes Dk up to {MOST_KEYS} and Dv up to {MOST_VALUES}, not {Dk} and {Dv}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs an Ampere card (compute capability 8.0) or a newer one"
+    try:
+        check_usable(arch := native_arch(device))
+    except UserError as error:
+        return str(error)
+    needed, most = max(Build(arch, TAGS[dtype], "float", Dk, Dv).shared) // 1024, most_shared(arch)
+    if needed >= most:
+        return f"Dk = {Dk} and Dv = {Dv} need {needed + 1} KB of shared memory a block, {arch} has {most}"
+    return None
+
+
+def most_shared(arch: str) -> int:
+    """KB of shared memory that a block can have (CUDA C++ Programming Guide, compute capabilities)."""
+    return 99 if arch in SMALL_SHARED else 163 if arch == "sm_80" else 227
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """A pass over these tensors: its kernels, segments and memory."""
+
+    build: Build
+    tensors: dict[str, Tensor]
+    scale: float
+    segments: int
+    segment_len: int
+    stream: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, scale: float, **more: Tensor) -> _Pass:
+        gate = gate if gate.dtype in TAGS and gate.dtype != torch.float16 else gate.float()
+        tensors = {name: _aligned(x) for name, x in dict(q=q, k=k, v=v, gate=gate, **more).items()}
+        Dk, Dv = q.shape[-1], v.shape[-1]
+        build = build_for(_card(q.device)[0], TAGS[q.dtype], TAGS[gate.dtype], Dk, Dv)
+        return cls(build, tensors, scale, *segmentation(q, Dv), raw_stream(q.device.index))
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.tensors["q"].device)
+
+    def states(self, mode: str, initial: Tensor | None) -> Tensor:
+        """The state before each segment in the direction of a mode, [B, H, segments, Dk, Dv]."""
+        (B, _, H, Dk), Dv = self.tensors["q"].shape, self.build.Dv
+        states = self.empty(B, H, self.segments, Dk, Dv)
+        if initial is not None:
+            states[:, :, 0 if mode == "FWD" else -1] = initial
+        if self.segments > 1:
+            decays = self.empty(B, H, self.segments, Dk)
+            addresses: dict[str, Tensor | None] = dict(before=states, decays=decays)
+            left, threads = self.build.slices[0], 2 * self.build.slices[0]
+            grid = self.segments - 1, B * H, Dv // left
+            shared = self.build.shared[1]
+            self._launch(f"states {mode}", mode, grid, threads, shared, addresses)
+            grid = -(-Dk * Dv // 128), B * H, 1
+            self._launch(f"prefix {mode}", mode, grid, 128, 0, addresses, has_initial=initial is not None)
+        return states
+
+    def scan(self, mode: str, states: Tensor, initial: Tensor | None, **addresses: Tensor | None) -> None:
+        left, right, groups = self.build.slices
+        is_left = mode in ("FWD", "DV")
+        slices = self.build.Dv // left if is_left else self.build.Dk // right
+        threads = 2 * left if is_left else 2 * right * groups
+        shared = self.build.shared[0 if is_left else 2]
+        B, _, H, _ = self.tensors["q"].shape
+        grid = self.segments, B * H, slices
+        found = dict(addresses, before=states)
+        self._launch(mode, mode, grid, threads, shared, found, has_initial=initial is not None)
+
+    def _launch(
+        self,
+        kernel: str,
+        mode: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared: int,
+        addresses: dict[str, Tensor | None],
+        has_initial: bool = False,
+    ) -> None:
+        operands = dict(zip("abc", OPERANDS[mode], strict=True)) | {"gate": "gate", "k": "k"}
+        values: dict[str, float] = dict(
+            N=self.tensors["q"].shape[1], H=self.tensors["q"].shape[2], segments=self.segments,
+            segment_len=self.segment_len, has_initial=int(has_initial), scale=self.scale,
+        )  # fmt: skip
+        for operand, name in operands.items():
+            x = self.tensors[name]
+            values[operand] = x.data_ptr()
+            strides = zip(("batch", "token", "head"), x.stride(), strict=False)
+            values |= {f"{operand}_{dim}": stride for dim, stride in strides}
+        values |= {name: x.data_ptr() for name, x in addresses.items() if x is not None}
+        self.build.kernels[kernel](grid, threads, shared, self.stream, PARAMS.pack(values))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, initial: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B, N, H, Dv], the final state [B, H, Dk, Dv], and for `backward` those before segments."""
+    (B, N, H, Dk), Dv = q.shape, v.shape[-1]
+    with _current_device(q.device):
+        run = _Pass.of(q, k, v, gate, scale)
+        o, final = run.empty(B, N, H, Dv, dtype=q.dtype), run.empty(B, H, Dk, Dv)
+        states = run.states("FWD", initial)
+        run.scan("FWD", states, initial, y=o, final=final)
+    return o, final, states
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    initial: Tensor | None,
+    final: Tensor,
+    states: Tensor,
+    scale: float,
+    do: Tensor,
+    dfinal: Tensor | None,
+) -> list[Tensor]:
+    """The gradients of q, k, v, gate and, if there is one, the initial state.
+
+    `final`, `states`: what `forward` returned.
+    """
+    with _current_device(q.device):
+        run = _Pass.of(q, k, v, gate, scale, do=do)
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        dgate = torch.empty(gate.shape, dtype=run.tensors["gate"].dtype, device=q.device)
+        dfinal = None if dfinal is None else dfinal / scale
+        dstates = run.states("DV", dfinal)
+        dinitial = None if initial is None else torch.empty_like(initial)
+        dq_rest = torch.empty_like(dq)  # for the gates' gradient, a difference of large numbers
+        run.scan("DQ", states, initial, y=dq, y_rest=dq_rest)
+        run.scan("DV", dstates, dfinal, y=dv, final=dinitial)
+        run.scan("DK", dstates, dfinal, y=dk, dq=dq, dq_rest=dq_rest, dgate=dgate, ends=states, S=final)
+        found = [dq, dk, dv, dgate.to(gate.dtype)]
+        if dinitial is not None:
+            found.append(dinitial * (scale * gate[:, 0].float().exp()).unsqueeze(-1))
+    return found
+
+
+def _current_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """A context in which the device is current."""
+    is_current = torch.cuda.current_device() == device.index
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy if its rows are not contiguous and 16-byte aligned, as the kernels read them."""
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    return (
+        x
+        if fits and math.gcd(*x.stride()[:-1]) * x.element_size() % 16 == 0
+        else x.clone(memory_format=torch.contiguous_format)
+    )

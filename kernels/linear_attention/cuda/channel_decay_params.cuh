@@ -1,0 +1,144 @@
+// The parameters of the kernels with a decay for each channel, and what their blocks share: tokens, tiles, copies.
+#pragma once
+#include "ptx/copy.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/shared_memory.cuh"
+
+struct ChannelStrides {
+  i64 batch, token, head;  // in elements
+};
+
+// A scan computes y_i = scale Σ_{j≤i} (a_i·b_j) c_j with the decays of the tokens j+1 … i on the channels of a and b
+// (LEFT: FWD, DV) or on those of c and y (RIGHT: DQ, DK). DV and DK run in reverse, over j ≥ i.
+//         a   b   c   y
+//   FWD   q   k   v   o
+//   DV    k   q   do  dv
+//   DQ    do  v   k   dq
+//   DK    v   do  q   dk
+struct ChannelParams {
+  const u16 *a, *b, *c;
+  const void* gate;  // log decays [B, N, H, Dk]
+  u16* y;            // [B, N, H, ·], contiguous
+  u16* y_rest;       // DQ: what rounding leaves out of y
+  // DK: also the gradient of the gates, from k, dq [B, N, H, Dk], contiguous, and the states at the segments' ends
+  const u16 *k, *dq, *dq_rest;
+  void* dgate;            // [B, N, H, Dk], contiguous
+  const float *ends, *S;  // [B, H, segments, Dk, Dv], the state before each segment; [B, H, Dk, Dv], the final one
+  // The state before each segment (in reverse: from those after it), [B, H, segments, Dk, Dv]; `states` writes what a
+  // segment adds, and its decay [B, H, segments, Dk]; `final`: the state behind the last segment, or null
+  float *before, *decays, *final;
+  ChannelStrides strides_a, strides_b, strides_c, strides_gate, strides_k;
+  int N, H, segments, segment_len;
+  int has_initial;  // whether the first segment has a state before it
+  float scale;
+};
+static_assert(sizeof(ChannelParams) == CHANNEL_PARAMS_BYTES, "PARAMS of channel_decay.py");
+
+constexpr int CHANNEL_CHUNK = 32;  // tokens that a block takes at a time, in blocks of 16
+constexpr int CHANNEL_SUBS = CHANNEL_CHUNK / 16;
+
+// A tile: rows of COLUMNS 16-bit numbers (gates: of BYTES each). The gaps spread the rows that ldmatrix reads at once,
+// and two rows eight apart, over all banks.
+template <int COLUMNS, int BYTES = 2>
+struct Tile {
+  static constexpr int ROW = COLUMNS * BYTES + 16;
+  static DEVICE constexpr int at(int row, int column) { return row * ROW + row / 8 * 64 + column * BYTES; }
+  static constexpr int SIZE = (CHANNEL_CHUNK * ROW + CHANNEL_CHUNK / 8 * 64 + 127) / 128 * 128;
+};
+
+// Log decays in fp32 or 16 bits.
+template <typename G>
+DEVICE float2 unpack_gates(u32 address) {
+  return unpack<G>(ld_shared_b32(address));
+}
+template <>
+DEVICE float2 unpack_gates<float>(u32 address) {
+  float2 r;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address) : "memory");
+  return r;
+}
+template <typename G>
+struct Bytes {
+  static constexpr int N = 2;
+};
+template <>
+struct Bytes<float> {
+  static constexpr int N = 4;
+};
+
+DEVICE float2 operator*(float2 x, float2 y) { return make_float2(x.x * y.x, x.y * y.y); }
+DEVICE float2 operator*(float2 x, float y) { return make_float2(x.x * y, x.y * y); }
+DEVICE float2 operator+(float2 x, float2 y) { return make_float2(x.x + y.x, x.y + y.y); }
+DEVICE float2 decay(float2 log) { return make_float2(power_of_two(log.x * LOG2_E), power_of_two(log.y * LOG2_E)); }
+DEVICE float2 swap_halves(float2 x) {
+  return make_float2(__shfl_xor_sync(FULL_WARP, x.x, 16), __shfl_xor_sync(FULL_WARP, x.y, 16));
+}
+DEVICE float2 ld_shared_float2(const float* from) { return *reinterpret_cast<const float2*>(from); }
+
+// A block's head and segment. Rows count in the direction of the scan: row 0 is the segment's first token, in reverse
+// its last.
+template <typename T, typename G, bool REVERSE>
+struct ChannelBlock {
+  const ChannelParams& p;
+  int tid, batch, head, segment, begin, length;
+  u32 base;  // the address of its shared memory
+
+  DEVICE ChannelBlock(const ChannelParams& params, const char* smem, int first_segment) : p(params) {
+    tid = threadIdx.x, base = shared_address(smem);
+    batch = blockIdx.y / p.H, head = blockIdx.y % p.H, segment = first_segment + blockIdx.x;
+    begin = segment * p.segment_len;
+    length = min(p.segment_len, p.N - begin);
+  }
+  // Called between the phases of a chunk, which then recompute their addresses.
+  DEVICE void recompute_addresses() { reload(tid, base); }
+  DEVICE int token(int row) const { return REVERSE ? begin + length - 1 - row : begin + row; }
+  DEVICE i64 bh() const { return i64(blockIdx.y); }
+  // The first segment of the scan, whose state before it is the initial one; the last one.
+  DEVICE bool is_first() const { return segment == (REVERSE ? p.segments - 1 : 0); }
+  DEVICE bool is_last() const { return segment == (REVERSE ? 0 : p.segments - 1); }
+  template <typename E>
+  DEVICE E* start(E* x, const ChannelStrides& s) const {
+    return x + batch * s.batch + head * s.head;
+  }
+
+  // Copies COLUMNS columns of CHANNEL_CHUNK rows to a tile; rows past the segment's end are zeros.
+  template <int COLUMNS, int THREADS>
+  DEVICE void load(u32 tile, const u16* x, const ChannelStrides& s, int row) const {
+    constexpr int PIECES = COLUMNS / 8;
+    const u16* from = start(x, s);
+#pragma unroll
+    for (int i = tid; i < CHANNEL_CHUNK * PIECES; i += THREADS) {
+      int r = i / PIECES, piece = i % PIECES;
+      bool ok = row + r < length;
+      copy_async_16(tile + Tile<COLUMNS>::at(r, 8 * piece), from + (ok ? token(row + r) * s.token : 0) + 8 * piece, ok);
+    }
+  }
+  // The same of gates. A row's decay is what its state before is multiplied by: in reverse that of the token after it.
+  template <int COLUMNS, int THREADS>
+  DEVICE void load_gates(u32 tile, int column, int row) const {
+    constexpr int BYTES = Bytes<G>::N, PIECES = COLUMNS * BYTES / 16;
+    const ChannelStrides& s = p.strides_gate;
+    const char* from = reinterpret_cast<const char*>(p.gate) + (batch * s.batch + head * s.head + column) * BYTES;
+#pragma unroll
+    for (int i = tid; i < CHANNEL_CHUNK * PIECES; i += THREADS) {
+      int r = i / PIECES, piece = i % PIECES, at = token(row + r) + (REVERSE ? 1 : 0);
+      bool ok = row + r < length && at < p.N;
+      copy_async_16(tile + Tile<COLUMNS, BYTES>::at(r, 16 / BYTES * piece),
+                    from + (ok ? at * s.token * BYTES : 0) + 16 * piece, ok);
+    }
+  }
+};
+
+// Fragments of a tile. `lanes` is the address of lane % 16's row, and of eight columns further for the upper lanes.
+template <int COLUMNS>
+DEVICE u32 fragment_lanes(u32 tile, u32 tid) {
+  u32 lane = tid % 32;
+  return tile + Tile<COLUMNS>::at(lane % 16, lane / 16 * 8);
+}
+// Rows 16s … 16s+15, columns 16k … 16k+15. As it is: the left operand; as the transposed right one r[0], r[2] are the
+// first eight rows and r[1], r[3] the others. Transposed: r[0], r[1] are the right operand's first eight columns, r[2],
+// r[3] the others; r[0], r[2], r[1], r[3] is the transposed left one.
+template <int COLUMNS>
+DEVICE constexpr int fragment_step(int s, int k) {
+  return Tile<COLUMNS>::at(16 * s, 16 * k);
+}

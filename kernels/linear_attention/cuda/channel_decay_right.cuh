@@ -1,0 +1,338 @@
+// The scan with decays on the channels of c and y: dq, and in reverse dk with the gradient of the gates.
+//
+// In blocks of 16 tokens, with α the decays of the slice's channels, as columns:
+//   y_i = α_0 ⋯ α_i ⊙ S a_i + Σ_{j≤i} (a_i·b_j) α_{j+1} ⋯ α_i ⊙ c_j,   S ← diag(α_0 ⋯ α_15) S + c̃ᵀ b,
+//   c̃_j = α_{j+1} ⋯ α_15 ⊙ c_j.
+// Of the sum over j ≤ i, what the first eight tokens add to the last eight is a product with their part of the state. The
+// rest, within eight tokens, is computed in fp32: a thread has two channels, and multiplies each c_j by α_i in turn.
+//
+// A warp owns 16 channels of the slice, and one of GROUPS parts of the channels of a and b, which are summed up.
+#pragma once
+#include "channel_decay_params.cuh"
+
+template <typename G, int BD, int M, int GROUPS>
+struct SharedRight {  // byte offsets
+  static constexpr int AB = Tile<BD>::SIZE, SLICE = Tile<M>::SIZE, GATE = Tile<M, Bytes<G>::N>::SIZE;
+  static constexpr int A = 0;
+  static constexpr int B = A + AB;
+  static constexpr int C = B + AB;                   // two stages
+  static constexpr int GATES = C + 2 * SLICE;        // two stages
+  static constexpr int C_TO_END = GATES + 2 * GATE;  // c̃
+  static constexpr int C_TO_HALF =
+      C_TO_END + SLICE;                        // of the first eight tokens, to the eighth; the others are not set
+  static constexpr int Y = C_TO_HALF + SLICE;  // GROUPS parts, in fp32
+  static constexpr int Y_ROW = M + 4;
+  static constexpr int SCORES = Y + GROUPS * CHANNEL_CHUNK * Y_ROW * 4;  // a·b, in fp32
+  static constexpr int SCORE_ROW = 20;
+  static constexpr int HALF = SCORES + CHANNEL_CHUNK * SCORE_ROW * 4;  // the decay of each first eight tokens
+  static constexpr int WHOLE = HALF + CHANNEL_SUBS * M * 4;            // and of each 16
+  static constexpr int TOTALS = WHOLE + CHANNEL_SUBS * M * 4;  // DK: sums of the gates' gradient over eight tokens each
+  static constexpr int BYTES = TOTALS + 2 * CHANNEL_SUBS * M * 4 + GROUPS * M * 4;
+};
+
+template <typename T, typename G, int BD, int M, int GROUPS, bool REVERSE>
+struct RightScan {
+  using Shared = SharedRight<G, BD, M, GROUPS>;
+  using Gates = Tile<M, Bytes<G>::N>;
+  static constexpr int WARPS = M / 16 * GROUPS, THREADS = 32 * WARPS, PART = BD / GROUPS;
+  static constexpr int Y_ROW = Shared::Y_ROW, SCORE_ROW = Shared::SCORE_ROW;
+
+  const ChannelParams& p;
+  ChannelBlock<T, G, REVERSE> block;
+  char* smem;
+  float state[PART / 8][4];  // S, 8 columns each
+
+  DEVICE RightScan(const ChannelParams& params, char* shared) : p(params), block(params, shared, 0), smem(shared) {}
+  DEVICE int warp() const { return block.tid / 32 % (M / 16); }
+  DEVICE int group() const { return block.tid / 32 / (M / 16); }
+  DEVICE int slice() const { return blockIdx.z * M; }
+  DEVICE int K() const { return gridDim.z * M; }  // the number of channels of c and y
+  DEVICE float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
+  DEVICE u32 c_tile(int row) const { return block.base + Shared::C + row / CHANNEL_CHUNK % 2 * Shared::SLICE; }
+  DEVICE u32 gate_tile(int row) const { return block.base + Shared::GATES + row / CHANNEL_CHUNK % 2 * Shared::GATE; }
+
+  DEVICE void load(int row) const {
+    block.template load_gates<M, THREADS>(gate_tile(row), slice(), row);
+    block.template load<M, THREADS>(c_tile(row), p.c + slice(), p.strides_c, row);
+    block.template load<BD, THREADS>(block.base + Shared::A, p.a, p.strides_a, row);
+    block.template load<BD, THREADS>(block.base + Shared::B, p.b, p.strides_b, row);
+  }
+
+  // A thread has two channels of half a block of 16 tokens; the lane 16 further has the other half. There is one for each
+  // of the first M/16 warps.
+  struct Unit {
+    int sub, column, row;
+    bool upper, exists;
+    DEVICE explicit Unit(int unit) {
+      exists = unit < 32 * (M / 16);
+      sub = unit / M, column = unit % M / 32 * 32 + unit % 16 * 2, upper = unit & 16, row = 16 * sub + 8 * upper;
+    }
+  };
+
+  DEVICE void weigh(int chunk) const {
+    const Unit u(block.tid);
+    if (!u.exists) return;
+    const u32 gates = gate_tile(chunk) + Gates::at(u.row, u.column), at = Tile<M>::at(u.row, u.column);
+    float2 alpha[8], half = make_float2(1.f, 1.f), to_end = half;
+#pragma unroll
+    for (int r = 0; r < 8; r++) alpha[r] = decay(unpack_gates<G>(gates + r * Gates::ROW)), half = half * alpha[r];
+    const float2 other = swap_halves(half), after = u.upper ? to_end : other;
+    if (!u.upper) {
+      *reinterpret_cast<float2*>(floats(Shared::HALF) + u.sub * M + u.column) = half;
+      *reinterpret_cast<float2*>(floats(Shared::WHOLE) + u.sub * M + u.column) = half * other;
+    }
+#pragma unroll
+    for (int r = 7; r >= 0; r--) {
+      const int offset = at + r * Tile<M>::ROW;
+      const float2 c = unpack<T>(ld_shared_b32(c_tile(chunk) + offset)), h = c * to_end, e = h * after;
+      st_shared_b32(block.base + Shared::C_TO_END + offset, pack<T>(e.x, e.y));
+      if (!u.upper) st_shared_b32(block.base + Shared::C_TO_HALF + offset, pack<T>(h.x, h.y));
+      to_end = to_end * alpha[r];
+    }
+  }
+
+  // a·b of 16 tokens, 8 columns a task.
+  DEVICE void scores() const {
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
+#pragma unroll 1
+    for (int task = block.tid / 32; task < 2 * CHANNEL_SUBS; task += WARPS) {
+      const int sub = task / 2, columns = task % 2;
+      const u32 a_tile = fragment_lanes<BD>(block.base + Shared::A, block.tid) + fragment_step<BD>(sub, 0);
+      const u32 b_tile = block.base + Shared::B + Tile<BD>::at(16 * sub + 8 * columns + lane % 8, lane / 8 * 8);
+      float even[4] = {}, odd[4] = {};
+#pragma unroll 2
+      for (int k = 0; k < BD / 32; k++) {
+        u32 a[4], a2[4], b[4];
+        ldmatrix(a, a_tile + 64 * k), ldmatrix(a2, a_tile + 64 * k + 32), ldmatrix(b, b_tile + 64 * k);
+        mma<T>(even, a[0], a[1], a[2], a[3], b[0], b[1]);
+        mma<T>(odd, a2[0], a2[1], a2[2], a2[3], b[2], b[3]);
+      }
+      float* to = floats(Shared::SCORES) + (16 * sub + g) * SCORE_ROW + 8 * columns + 2 * t;
+      *reinterpret_cast<float2*>(to) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+      *reinterpret_cast<float2*>(to + 8 * SCORE_ROW) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+    }
+  }
+
+  // One block of 16 tokens: what is before each half, and the state.
+  DEVICE void advance(int sub) {
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4, own = 16 * warp();
+    const int part = group() * PART;
+    float y[2][4] = {};
+    const u32 a_tile = fragment_lanes<BD>(block.base + Shared::A, block.tid) + Tile<BD>::at(16 * sub, part);
+#pragma unroll
+    for (int k = 0; k < PART / 16; k++) {
+      u32 a[4];
+      ldmatrix(a, a_tile + 32 * k);
+      const float (&s)[4] = state[2 * k], (&s2)[4] = state[2 * k + 1];
+      const u32 x0 = pack<T>(s[0], s[1]), x1 = pack<T>(s[2], s[3]), x2 = pack<T>(s2[0], s2[1]),
+                x3 = pack<T>(s2[2], s2[3]);
+      mma<T>(y[0], x0, x1, x2, x3, a[0], a[2]);
+      mma<T>(y[1], x0, x1, x2, x3, a[1], a[3]);
+    }
+    const u32 slice_lanes = Tile<M>::at(16 * sub + lane % 16, own + lane / 16 * 8);
+    const float* half = floats(Shared::HALF) + sub * M + own + g;
+    y[1][0] *= half[0], y[1][1] *= half[0], y[1][2] *= half[8], y[1][3] *= half[8];
+    if (group() == 0) {
+      u32 c[4];
+      // Lanes 8 … 15 and 24 … 31 give rows of the second half, which are not used: they repeat the first.
+      ldmatrix_trans(c, block.base + Shared::C_TO_HALF + Tile<M>::at(16 * sub + lane % 8, own + lane / 16 * 8));
+      const float2 w = ld_shared_float2(floats(Shared::SCORES) + (16 * sub + 8 + g) * SCORE_ROW + 2 * t);
+      mma<T>(y[1], c[0], c[2], 0, 0, pack<T>(w.x, w.y), 0);
+    }
+    float* to = floats(Shared::Y) + (group() * CHANNEL_CHUNK + 16 * sub + 2 * t) * Y_ROW + own + g;
+#pragma unroll
+    for (int i = 0; i < 2; i++, to += 8 * Y_ROW)
+      to[0] = y[i][0], to[Y_ROW] = y[i][1], to[8] = y[i][2], to[Y_ROW + 8] = y[i][3];
+    u32 c[4];
+    ldmatrix_trans(c, block.base + Shared::C_TO_END + slice_lanes);
+    const float* whole = floats(Shared::WHOLE) + sub * M + own + g;
+    const float first = whole[0], second = whole[8];
+    const u32 b_tile = fragment_lanes<BD>(block.base + Shared::B, block.tid) + Tile<BD>::at(16 * sub, part);
+#pragma unroll
+    for (int k = 0; k < PART / 16; k++) {
+      u32 b[4];
+      ldmatrix_trans(b, b_tile + 32 * k);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float (&s)[4] = state[2 * k + i];
+        s[0] *= first, s[1] *= first, s[2] *= second, s[3] *= second;
+        mma<T>(s, c[0], c[2], c[1], c[3], b[2 * i], b[2 * i + 1]);
+      }
+    }
+  }
+
+  // Element [token, head, column] of a contiguous tensor [B, N, H, Dk].
+  DEVICE i64 element(int row, int column) const {
+    return ((i64(block.batch) * p.N + block.token(row)) * p.H + block.head) * K() + slice() + column;
+  }
+
+  // What the gates' gradient needs of eight tokens, read ahead: a load would be waited for at the next asm volatile.
+  struct Ahead {
+    u32 k[8], dq[8], dq_rest[8];
+  };
+  DEVICE void read_ahead(Ahead& x, int row, int column) const {
+    const u16* k = block.start(p.k, p.strides_k) + slice() + column;
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      const bool ok = row + r < block.length;
+      const i64 at = element(ok ? row + r : 0, column);
+      x.k[r] = *reinterpret_cast<const u32*>(k + block.token(ok ? row + r : 0) * p.strides_k.token);
+      x.dq[r] = *reinterpret_cast<const u32*>(p.dq + at);
+      x.dq_rest[r] = *reinterpret_cast<const u32*>(p.dq_rest + at);
+    }
+  }
+
+  // y of a thread's two channels and eight tokens; in reverse the gates' gradient, summed up within the eight, takes the
+  // place of what y had from before them.
+  DEVICE void finish(int chunk) const {
+    const Unit u(block.tid);
+    if (!u.exists) return;
+    const u32 gates = gate_tile(chunk) + Gates::at(u.row, u.column),
+              c_at = c_tile(chunk) + Tile<M>::at(u.row, u.column);
+    float* before = floats(Shared::Y) + u.row * Y_ROW + u.column;
+    const float* scores = floats(Shared::SCORES) + u.row * SCORE_ROW + 8 * u.upper;
+    float2 from_start = make_float2(1.f, 1.f), c[8], sum = make_float2(0.f, 0.f);
+    Ahead ahead;
+    if (REVERSE) read_ahead(ahead, chunk + u.row, u.column);
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      const float2 alpha = decay(unpack_gates<G>(gates + r * Gates::ROW));
+      c[r] = unpack<T>(ld_shared_b32(c_at + r * Tile<M>::ROW));
+      float2 y = ld_shared_float2(before + r * Y_ROW);
+#pragma unroll
+      for (int i = 1; i < GROUPS; i++) y = y + ld_shared_float2(before + (i * CHANNEL_CHUNK + r) * Y_ROW);
+      from_start = from_start * alpha, y = y * from_start;
+      float w[8];
+#pragma unroll
+      for (int j = 0; j <= r; j += 4)
+        *reinterpret_cast<float4*>(w + j) = *reinterpret_cast<const float4*>(scores + r * SCORE_ROW + j);
+      const float2 query = c[r];
+#pragma unroll
+      for (int j = 0; j < r; j++) c[j] = c[j] * alpha, y = y + c[j] * w[j];
+      y = (y + c[r] * w[r]) * p.scale;
+      if (chunk + u.row + r < block.length) {
+        const i64 at = element(chunk + u.row + r, u.column);
+        const u32 rounded = pack<T>(y.x, y.y);
+        *reinterpret_cast<u32*>(p.y + at) = rounded;
+        if (!REVERSE) {
+          const float2 z = unpack<T>(rounded);
+          *reinterpret_cast<u32*>(p.y_rest + at) = pack<T>(y.x - z.x, y.y - z.y);
+        } else {
+          const float2 dq = unpack<T>(ahead.dq[r]) + unpack<T>(ahead.dq_rest[r]);
+          sum = sum + query * dq + unpack<T>(ahead.k[r]) * y * -1.f;
+        }
+      }
+      if (REVERSE) *reinterpret_cast<float2*>(before + r * Y_ROW) = sum;
+    }
+    if (REVERSE) *reinterpret_cast<float2*>(floats(Shared::TOTALS) + (2 * u.sub + u.upper) * M + u.column) = sum;
+  }
+
+  // The gates' gradient Σ_{i≥t} (q_i ⊙ dq_i − k_i ⊙ dk_i) of a chunk; `later`: of all tokens after it.
+  DEVICE void store_dgate(int chunk, float2& later) const {
+    const Unit u(block.tid);
+    if (!u.exists) return;
+    const float* dG = floats(Shared::Y) + u.row * Y_ROW + u.column;
+    float2 before = later;
+#pragma unroll
+    for (int i = 0; i < 2 * CHANNEL_SUBS; i++) {
+      const float2 total = ld_shared_float2(floats(Shared::TOTALS) + i * M + u.column);
+      later = later + total;
+      if (i < 2 * u.sub + u.upper) before = before + total;
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      const int row = chunk + u.row + r;
+      if (row >= block.length) break;
+      store_gate(element(row, u.column), before + ld_shared_float2(dG + r * Y_ROW));
+    }
+  }
+  DEVICE void store_gate(i64 at, float2 x) const;
+
+  // The gradient of the gates through the state at the segment's end: Σ S ⊙ dS along a row, S the forward scan's.
+  DEVICE float2 through_state() const {
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
+    const float* S = block.is_first() ? p.S + block.bh() * (i64(K()) * BD)
+                                      : p.ends + (block.bh() * p.segments + block.segment + 1) * (i64(K()) * BD);
+    const float* from = S + (slice() + 16 * warp() + g) * BD + group() * PART + 2 * t;
+    float sums[2] = {};
+#pragma unroll
+    for (int n = 0; n < PART / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float2 x = *reinterpret_cast<const float2*>(from + 8 * i * BD + 8 * n);
+        sums[i] += state[n][2 * i] * x.x + state[n][2 * i + 1] * x.y;
+      }
+    float* parts = floats(Shared::TOTALS) + 2 * CHANNEL_SUBS * M;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float sum = sum_lanes<4>(sums[i]);
+      if (t == 0) parts[group() * M + 16 * warp() + g + 8 * i] = sum;
+    }
+    __syncthreads();
+    const Unit u(block.tid);
+    float2 result = make_float2(0.f, 0.f);
+    if (!u.exists) return result;
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) result = result + ld_shared_float2(parts + i * M + u.column);
+    return result * p.scale * decay(unpack_gates<G>(gate_tile(0) + Gates::at(0, u.column)));
+  }
+
+  // This lane's part of a state [Dk, Dv].
+  DEVICE void load_state() {
+    const bool zero = block.is_first() && !p.has_initial;
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
+    const float* from = p.before + (block.bh() * p.segments + block.segment) * (i64(K()) * BD) +
+                        (slice() + 16 * warp() + g) * BD + group() * PART + 2 * t;
+#pragma unroll
+    for (int n = 0; n < PART / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float2 x = zero ? make_float2(0.f, 0.f) : *reinterpret_cast<const float2*>(from + 8 * i * BD + 8 * n);
+        state[n][2 * i] = x.x, state[n][2 * i + 1] = x.y;
+      }
+  }
+
+  DEVICE void run() {
+    load(0);
+    copy_async_commit();
+    load_state();
+    float2 later = make_float2(0.f, 0.f);
+    int row = 0;
+#pragma unroll 1
+    for (; row < block.length; row += CHANNEL_CHUNK) {
+      copy_async_wait<0>();
+      __syncthreads();
+      if (REVERSE) {
+        if (row)
+          store_dgate(row - CHANNEL_CHUNK, later);
+        else if (!block.is_first() || p.has_initial)
+          later = through_state();
+      }
+      block.recompute_addresses();
+      weigh(row);
+      block.recompute_addresses();
+      scores();
+      __syncthreads();
+      block.recompute_addresses();
+#pragma unroll 1
+      for (int sub = 0; sub < CHANNEL_SUBS; sub++) advance(sub);
+      __syncthreads();
+      if (row + CHANNEL_CHUNK < block.length) load(row + CHANNEL_CHUNK);
+      copy_async_commit();
+      block.recompute_addresses();
+      finish(row);
+    }
+    if (REVERSE) {
+      __syncthreads();
+      store_dgate(row - CHANNEL_CHUNK, later);
+    }
+  }
+};
+
+template <typename T, typename G, int BD, int M, int GROUPS, bool REVERSE>
+DEVICE void RightScan<T, G, BD, M, GROUPS, REVERSE>::store_gate(i64 at, float2 x) const {
+  if constexpr (Bytes<G>::N == 4)
+    *reinterpret_cast<float2*>(reinterpret_cast<float*>(p.dgate) + at) = x;
+  else
+    *reinterpret_cast<u32*>(reinterpret_cast<u16*>(p.dgate) + at) = pack<G>(x.x, x.y);
+}

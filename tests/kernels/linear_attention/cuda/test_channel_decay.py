@@ -1,0 +1,148 @@
+"""The kernels with a decay for each channel, on a GPU: as accurate as their dtype allows, in every shape."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.library import opcheck
+
+from lingpt.kernels.gated_linear_attention import gated_linear_attention, gated_linear_attention_with_state
+from lingpt.tests.oracles import gated_quantised, randn, relative
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NAMES = "o", "final", "dq", "dk", "dv", "dgate", "dinitial"
+BUILDS = [  # Dk, Dv, dtype, that of gates
+    (64, 64, BF16, FP32),
+    (64, 128, FP16, BF16),
+    (128, 128, BF16, BF16),
+    (96, 192, BF16, FP32),
+    (128, 256, BF16, FP32),
+    (256, 512, BF16, FP32),
+]
+
+
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """All builds at once: one after the other they take a minute and more."""
+    from lingpt.kernels.linear_attention.cuda import channel_decay
+    from lingpt.kernels.linear_attention.cuda.toolchain import native_arch
+
+    arch, tags = native_arch(), channel_decay.TAGS
+    builds = [channel_decay.Build(arch, tags[dtype], tags[gate], Dk, Dv) for Dk, Dv, dtype, gate in BUILDS]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda build: build.spec.compile(arch), builds))
+
+
+def inputs(N: int, Dk: int, Dv: int, dtype: torch.dtype, gate_dtype: torch.dtype, gates: str = "weak"):
+    """q, k, v, log gates, an initial state; the gradients of o and of the final state."""
+    B, H = 2, 3
+    q, k = (randn(B, N, H, Dk, seed=seed, dtype=dtype, device="cuda") for seed in (0, 1))
+    v, do = (randn(B, N, H, Dv, seed=seed, dtype=dtype, device="cuda") for seed in (2, 3))
+    x = randn(B, N, H, Dk, seed=4, device="cuda")
+    gate = F.logsigmoid(x) / 16 if gates == "weak" else F.logsigmoid(4 * x)
+    if gates == "mixed":
+        gate[:, 5::17], gate[:, 3::11, :, ::3] = -80.0, 0.0
+    state, dstate = (randn(B, H, Dk, Dv, seed=seed, device="cuda") for seed in (5, 6))
+    return (q, k, v, gate.to(gate_dtype), state), do, 0.1 * dstate
+
+
+def forward_backward(leaves, do, dstate, backend: str, **options) -> dict[str, torch.Tensor]:
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    o, final = gated_linear_attention_with_state(
+        *leaves[:4], initial_state=leaves[4], backend=backend, **options
+    )
+    gradients = torch.autograd.grad((o, final), leaves, (do, dstate))
+    return {name: x.detach() for name, x in zip(NAMES, (o, final, *gradients), strict=True)}
+
+
+def in_float64(leaves, do, dstate, **options) -> dict[str, torch.Tensor]:
+    doubles = [x.double() for x in leaves]
+    return forward_backward(doubles, do.double(), dstate.double(), "chunkwise", **options)
+
+
+@pytest.mark.parametrize("gates", ["weak", "mixed"])
+@pytest.mark.parametrize("build", BUILDS, ids=str)
+def test_as_accurate_as_the_quantised_form(build, gates: str, compiled) -> None:
+    """Guards: every result's error, the gates' gradient's among them: at most twice that of rounding."""
+    x, do, dstate = inputs(330, *build, gates)
+    found, exact = forward_backward(x, do, dstate, "cuda", scale=0.2), in_float64(x, do, dstate, scale=0.2)
+    limit = gated_quantised(*x, do, dstate, scale=0.2)
+    off = {name: (relative(found[name], exact[name]), relative(limit[name], exact[name])) for name in NAMES}
+    print(build, gates, {name: f"{a:.1e}/{b:.1e}" for name, (a, b) in off.items()})
+    assert not {name: errors for name, errors in off.items() if errors[0] > 2 * errors[1] + 2.0**-16}
+
+
+@pytest.mark.parametrize("N", [1, 15, 17, 33, 1024, 1025, 5000])
+def test_every_length(N: int, compiled) -> None:
+    x, do, dstate = inputs(N, 64, 64, BF16, FP32)
+    found, exact = forward_backward(x, do, dstate, "cuda"), in_float64(x, do, dstate)
+    off = {name: relative(found[name], exact[name]) for name in NAMES}
+    print(N, {name: f"{a:.1e}" for name, a in off.items()})
+    assert max(off.values()) < 8e-3, off
+
+
+def test_views_of_a_projection_and_packed_sequences(compiled) -> None:
+    """Guards: strides, and that nothing passes a border: each sequence alone gives the same."""
+    N, H, D = 700, 2, 64
+    qkv = randn(1, N, 3 * H * D, seed=1, dtype=BF16, device="cuda").requires_grad_()
+    gate = F.logsigmoid(randn(1, N, H, D, seed=2, device="cuda")).requires_grad_()
+    borders = [0, 1, 130, 130, 450, N]
+
+    def attend(x: torch.Tensor, g: torch.Tensor, **options) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (H, D)) for t in x.split(H * D, -1))
+        return gated_linear_attention(q, k, v, g, **options)
+
+    packed = attend(qkv, gate, cu_seqlens=torch.tensor(borders, device="cuda"), backend="cuda")
+    x, g = (t.detach().double().requires_grad_() for t in (qkv, gate))
+    pieces = [slice(a, b) for a, b in itertools.pairwise(borders) if b > a]
+    alone = torch.cat([attend(x[:, piece], g[:, piece], backend="chunkwise") for piece in pieces], 1)
+    assert relative(packed, alone) < 4e-3
+    do = randn(*packed.shape, seed=3, dtype=BF16, device="cuda")
+    found = torch.autograd.grad(packed, (qkv, gate), do)
+    exact = torch.autograd.grad(alone, (x, g), do.double())
+    assert relative(found[0], exact[0]) < 4e-3 and relative(found[1], exact[1]) < 1e-2
+
+
+def test_other_head_dimensions_are_padded(compiled) -> None:
+    x, do, dstate = inputs(100, 40, 50, BF16, FP32)
+    found, exact = forward_backward(x, do, dstate, "auto"), in_float64(x, do, dstate)
+    assert max(relative(found[name], exact[name]) for name in NAMES) < 8e-3
+
+
+def test_opcheck(compiled) -> None:
+    leaves, _, _ = inputs(70, 64, 64, BF16, FP32)
+    leaves = [x.requires_grad_() for x in leaves]
+    opcheck(torch.ops.lingpt.gated_linear_attention_cuda_fwd, (*leaves, 0.5))
+    opcheck(torch.ops.lingpt.gated_linear_attention_cuda_fwd, (*leaves[:4], None, 0.5))
+
+
+def test_compiled_and_in_a_cuda_graph(compiled) -> None:
+    """Guards: one graph with fullgraph, equal bits, replays that read new inputs."""
+    (*leaves, _), do, _ = inputs(300, 64, 64, BF16, FP32)
+    leaves = [x.detach().requires_grad_() for x in leaves]
+
+    def step(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        o = gated_linear_attention(*leaves)
+        return o, *torch.autograd.grad(o, leaves, do)
+
+    eager = step(*leaves)
+    o = torch.compile(gated_linear_attention, fullgraph=True)(*leaves)
+    for x, y in zip((o, *torch.autograd.grad(o, leaves, do)), eager, strict=True):
+        assert torch.equal(x, y)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        step(*leaves)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        replayed = step(*leaves)
+    with torch.no_grad():
+        leaves[0].mul_(-2)
+    graph.replay()
+    for x, y in zip(replayed, step(*leaves), strict=True):
+        assert torch.equal(x, y)

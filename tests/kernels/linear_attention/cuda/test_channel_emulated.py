@@ -1,0 +1,143 @@
+"""The kernels with a decay for each channel on the emulator: every access and race watched, and no GPU.
+
+Forward and backward are held to float64, with gates that hardly fade and gates that shut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lingpt import ptx_emulator as emulator
+from lingpt.kernels.gated_linear_attention import gated_linear_attention_with_state
+from lingpt.kernels.linear_attention.cuda import channel_decay
+from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+from lingpt.ptx_emulator import Memory
+from lingpt.tests.oracles import gated_quantised, randn, relative
+
+pytestmark = pytest.mark.nvrtc
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch):
+    """The kernels on CPU tensors, in segments of so many tokens."""
+
+    def pretend(segment_len: int) -> None:
+        monkeypatch.setattr(channel_decay, "_card", lambda device: ("sm_80", 132))
+        monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
+        monkeypatch.setattr(channel_decay, "raw_stream", lambda device: 0)
+        monkeypatch.setattr(channel_decay, "_current_device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(
+            channel_decay, "segmentation", lambda q, Dv: (-(-q.shape[1] // segment_len), segment_len)
+        )
+        channel_decay.build_for.cache_clear()
+
+    yield pretend
+    monkeypatch.undo()
+    channel_decay.build_for.cache_clear()
+
+
+class Compiled:
+    """A `CompiledModule` whose kernels the emulator runs."""
+
+    def __init__(self, spec: nvrtc.KernelSpec, arch: str) -> None:
+        self.module = module(spec.source, arch, tuple(spec.defines.items()))
+
+    def load(self, names: Iterable[str]) -> dict[str, Callable[..., None]]:
+        return {name: functools.partial(self.launch, name) for name in names}
+
+    def launch(self, name: str, grid: tuple, threads: int, shared: int, stream: int, params: bytes) -> None:
+        kernel = self.module.kernel(name, f"{len(params)}s")
+        kernel(grid, (threads, 1, 1), shared, stream, params)
+
+
+@functools.lru_cache(maxsize=2)
+def module(source: str, arch: str, defines: tuple) -> emulator.Module:
+    return emulator.Module(functools.partial(nvrtc.compile_ptx, source, arch, dict(defines)), arch)
+
+
+def inputs(N: int, Dk: int, Dv: int, dtype: torch.dtype, gates: str = "mixed", H: int = 1):
+    """q, k, v, the log gates, do; an initial state and the final one's gradient."""
+    q, k = (randn(1, N, H, Dk, seed=seed, dtype=dtype) for seed in (0, 1))
+    v, do = (randn(1, N, H, Dv, seed=seed, dtype=dtype) for seed in (2, 3))
+    x = randn(1, N, H, Dk, seed=4)
+    gate = {"weak": F.logsigmoid(x) / 16, "mixed": F.logsigmoid(4 * x), "strong": x - 30}[gates]
+    if gates == "mixed":
+        gate[:, 5::17] = float("-inf")
+        gate[:, 3::11, :, ::3] = 0.0
+    state, dstate = (randn(1, H, Dk, Dv, seed=seed) for seed in (5, 6))
+    return (q, k, v, gate.clamp(max=0.0), do), state, 0.1 * dstate
+
+
+def in_float64(x, state, dstate, scale: float) -> dict[str, torch.Tensor]:
+    *leaves, do = (t.double() for t in x)
+    leaves[3] = leaves[3].clamp(min=-1000.0)
+    leaves.append(state.double())
+    leaves = [t.requires_grad_() for t in leaves]
+    found = gated_linear_attention_with_state(
+        *leaves[:4], initial_state=leaves[4], scale=scale, backend="chunkwise"
+    )
+    gradients = torch.autograd.grad(found, leaves, (do, dstate.double()))
+    return named((*found, *gradients))
+
+
+def named(results) -> dict[str, torch.Tensor]:
+    names = "o", "final", "dq", "dk", "dv", "dgate", "dinitial"
+    return dict(zip(names, (x.detach() for x in results), strict=True))
+
+
+def run(x, state, dstate, scale: float) -> dict[str, torch.Tensor]:
+    q, k, v, gate, do = x
+    with Memory(q, k, v, gate, do, state, dstate):
+        o, final, states = channel_decay.forward(q, k, v, gate, state, scale)
+        gradients = channel_decay.backward(q, k, v, gate, state, final, states, scale, do, dstate)
+    return named((o, final, *gradients))
+
+
+CASES = [  # N, tokens of a segment, Dk, Dv, dtype, that of gates, how they fade
+    (70, 96, 32, 64, BF16, FP32, "weak"),
+    (70, 32, 32, 64, FP16, BF16, "mixed"),
+    (100, 32, 64, 32, BF16, BF16, "mixed"),
+]
+SLOW = [
+    (70, 32, 64, 128, BF16, FP32, "weak"),
+    (100, 64, 128, 128, FP16, FP32, "mixed"),
+    (40, 32, 96, 192, BF16, FP32, "mixed"),
+    (40, 32, 32, 288, BF16, FP32, "mixed"),  # two groups of warps share a state's row
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
+def test_everything_at_once(case: tuple, emulated) -> None:
+    """Guards: o, the final state and all gradients, with an initial state; at most twice rounding's error."""
+    N, segment_len, Dk, Dv, dtype, gate_dtype, gates = case
+    emulated(segment_len)
+    x, state, dstate = inputs(N, Dk, Dv, dtype, gates)
+    x = (*x[:3], x[3].to(gate_dtype), x[4])
+    found, exact = run(x, state, dstate, 0.3), in_float64(x, state, dstate, 0.3)
+    q, k, v, gate, do = x
+    limit = gated_quantised(q, k, v, gate.clamp(min=-80), state, do, dstate, 0.3)
+    off = {name: (relative(found[name], exact[name]), relative(limit[name], exact[name])) for name in exact}
+    assert not {name: errors for name, errors in off.items() if errors[0] > 2 * errors[1]}
+
+
+def test_gates_that_shut(emulated) -> None:
+    """Guards: what decays by e^−30 a token: nothing overflows, and each token sees itself alone."""
+    emulated(32)
+    x, state, dstate = inputs(40, 32, 32, BF16, "strong")
+    found, exact = run(x, state, dstate, 0.3), in_float64(x, state, dstate, 0.3)
+    gradient = exact["dq"] * x[0].double()  # whose sums the gates' gradient is a difference of
+    for name, error in found.items():
+        if name == "dgate":
+            assert (error.double() - exact[name]).norm() < 1e-3 * gradient.norm()
+        else:
+            assert relative(error, exact[name]) < 4e-3, name
