@@ -2,7 +2,8 @@
 
 Each row is a run of `lingpt train` in processes of its own, so that one that fails leaves the others:
 
-- `one`: the base length on one device; `ddp`: the same on all of them, each with its own sequences
+- `one`: the base length on one device, with as many tokens a step as a device has of the longest sequence;
+  `ddp`: the same on each of them
 - `first`: the first step at a middle length, on one device and over all, whose losses must be equal
 - `pieces`: the long sequences, one at a time, over all devices
 
@@ -22,8 +23,8 @@ from lingpt.common.files import write_json
 from lingpt.common.run_folder import read_metrics
 from lingpt.train.console import print_rank0
 
-# The embedded text as bytes: the most tokens that need no download, and a validation split as long as a row.
-DATA = ["--data.source", "embedded", "--data.vocab_size", "257", "--data.val_fraction", "0.45"]
+# The embedded text as bytes: the most tokens that need no download.
+DATA = ["--data.source", "embedded", "--data.vocab_size", "257"]
 
 
 @dataclass
@@ -79,9 +80,14 @@ def bench_context(
 ) -> list[Row]:
     """Runs all rows, none after `budget` seconds; `options`: more of `lingpt train`'s, for every row."""
     until, rows, base = time.monotonic() + budget, list[Row](), dict[str, float]()
+    out.mkdir(parents=True, exist_ok=True)
+    text = out / "validation.txt"  # as long as the longest row, which the embedded validation text is not
+    text.write_text("A line of text.\n" * (max(*seq_lens, base_len, check_len) // 16 + 1))
+    options = ["--data.val_source", str(text), *options]
     settings = {"model": model, "steps": steps, "options": list(options), "environment": environment()}
     for row in rows_of(attentions, seq_lens, base_len, check_len, devices):
-        words = _command(row, model, steps, accelerator, options, out)
+        tokens = max(seq_lens) // devices  # of a device in a step, but for the first losses
+        words = _command(row, tokens, model, steps, accelerator, options, out)
         left = until - time.monotonic()
         if left < 1:
             row.error = "skipped: the budget is spent"
@@ -98,13 +104,14 @@ def bench_context(
 
 
 def _command(
-    row: Row, model: str, steps: int, accelerator: str, options: Sequence[str], out: Path
+    row: Row, tokens: int, model: str, steps: int, accelerator: str, options: Sequence[str], out: Path
 ) -> list[str]:
-    """The command that trains the row."""
-    groups = row.devices // row.context_parallel
+    """The command that trains the row; with sequences of their own, devices have `tokens` in a step."""
+    groups, own = row.devices // row.context_parallel, row.kind in ("one", "ddp")
+    sequences = groups * (max(1, tokens // row.seq_len) if own else 1)
     values = {
         "model.name": model, "model.attention": row.attention, "model.block_size": row.seq_len,
-        "data.seq_len": row.seq_len, "train.global_batch_size": groups, "train.micro_batch_size": 1,
+        "data.seq_len": row.seq_len, "train.global_batch_size": sequences, "train.micro_batch_size": 1,
         "train.max_steps": 1 if row.kind == "first" else steps, "train.eval_tokens": row.seq_len,
         "train.devices": row.devices, "train.context_parallel": row.context_parallel,
         "train.accelerator": accelerator, "train.out_dir": out / "runs", "train.resume": "never",

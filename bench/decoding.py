@@ -10,6 +10,8 @@ Notable:
   time per token nor the size of a state depends on the values
 - the timed tokens are the last ones of the context, so the state is full when its bytes are counted
 - CUDA graphs are captured before the first of them
+- an export decodes by transformers' `generate`, on request: the same network as `lingpt.hf` has it, a prompt
+  that is read before, eager steps, the draw and whatever else that function does for a token
 - one model is in memory at a time; a configuration that does not fit, or fails, becomes a row with the
   reason, and the results are written after every row
 """
@@ -77,6 +79,7 @@ def bench_decoding(
     dtype: str | None = None,
     device: str = "auto",
     graph: bool = True,
+    transformers: bool = False,
     budget: float = 150.0,
     save_to: Path | None = None,
     append: bool = False,
@@ -88,6 +91,7 @@ def bench_decoding(
         contexts, batch_sizes: by default CONTEXTS and BATCH_SIZES.
         dtype: by default bf16 on a GPU that has it, else fp32.
         graph: on a GPU, replay a CUDA graph of the step; False for eager steps.
+        transformers: by transformers' `generate`, of the model as `lingpt.hf` has it.
         budget: seconds; once it is spent, no further measurement begins, and the rest is "skipped".
         save_to: a JSON file, written after every row.
         append: keep the results in `save_to`, if they are of this card, these versions and this code, and
@@ -105,10 +109,12 @@ def bench_decoding(
     for form, config in configs.items():
         decoder = Decoder(config, kind, where)
         for batch_size, context in itertools.product(batch_sizes, contexts):
-            row = DecodeRow(model, form, batch_size, context, graph=graph and where.type == "cuda")
+            replayed = graph and where.type == "cuda" and not transformers
+            row = DecodeRow(model, form, batch_size, context, replayed, transformers)
             if results.is_done(*row.cell):
                 continue
-            if session.turn(row, functools.partial(measure, decoder=decoder)):
+            function = measure_export if transformers else measure
+            if session.turn(row, functools.partial(function, decoder=decoder)):
                 print(row.line(), flush=True)
     return results
 
@@ -130,7 +136,7 @@ def measure(row: DecodeRow, decoder: Decoder) -> None:
     device, cuda = decoder.device, decoder.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    tokens = min(WARMUP_TOKENS + TIMED_TOKENS, row.context // 2)
+    tokens = _tokens(row)
     state = decoder.state_after(row.context - tokens, row.batch_size, row.context)
     step: Callable[[torch.Tensor], torch.Tensor] = functools.partial(decoder.model.next_logits, state=state)
     if row.graph:
@@ -151,6 +157,42 @@ def measure(row: DecodeRow, decoder: Decoder) -> None:
     row.ms, row.fastest_ms, row.draw_ms = statistics.median(spans), min(spans), statistics.median(draws)
     row.tokens, row.state_bytes = len(spans), state.num_bytes() // row.batch_size
     row.peak_memory = torch.cuda.max_memory_allocated(device) if cuda else None
+
+
+@torch.no_grad()
+def measure_export(row: DecodeRow, decoder: Decoder) -> None:
+    """Fills in the row's times, the state's bytes and the memory of transformers' `generate`."""
+    from lingpt.hf import LinGPTCache, LinGPTConfig, LinGPTForCausalLM
+
+    with torch.device(decoder.device):
+        model = LinGPTForCausalLM(LinGPTConfig(decoder.config.to_dict())).to(decoder.dtype).eval()
+    if cuda := decoder.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(decoder.device)
+    tokens, times = _tokens(row), list[float]()
+
+    def note_time(idx_BN: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        idx_BN[-1, -1].item()  # the token is there
+        times.append(time.perf_counter())
+        return torch.zeros(len(idx_BN), dtype=torch.bool, device=idx_BN.device)
+
+    prompt_BN = torch.randint(
+        decoder.config.vocab_size, (row.batch_size, row.context - tokens), device=decoder.device
+    )
+    output = model.generate(
+        prompt_BN, attention_mask=torch.ones_like(prompt_BN), max_new_tokens=tokens, do_sample=True,
+        temperature=TEMPERATURE, top_k=TOP_K, stopping_criteria=[note_time], return_dict_in_generate=True,
+    )  # fmt: skip
+    spans = [1e3 * (after - before) for before, after in itertools.pairwise(times)]
+    spans = spans[min(WARMUP_TOKENS, tokens // 2) - 1 :]
+    cache = next(value for value in output.values() if isinstance(value, LinGPTCache))
+    row.ms, row.fastest_ms, row.tokens = statistics.median(spans), min(spans), len(spans)
+    row.state_bytes = cache.num_bytes() // row.batch_size
+    row.peak_memory = torch.cuda.max_memory_allocated(decoder.device) if cuda else None
+
+
+def _tokens(row: DecodeRow) -> int:
+    """Warm-up and timed tokens: the last ones of the context."""
+    return min(WARMUP_TOKENS + TIMED_TOKENS, row.context // 2)
 
 
 def _times(work: Callable[[], object], most: int) -> list[float]:

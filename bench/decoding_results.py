@@ -24,13 +24,14 @@ TICKS = {  # unit → ticks of a panel's axis
 class DecodeRow(BenchRow):
     """One attention in one model at one batch size and context; the last timed token fills the context."""
 
-    KEY: ClassVar[tuple[str, ...]] = ("model", "attention", "batch_size", "context", "graph")
+    KEY: ClassVar[tuple[str, ...]] = ("model", "attention", "batch_size", "context", "graph", "transformers")
 
     model: str
     attention: str
     batch_size: int
     context: int  # tokens of each sequence
     graph: bool = False  # whether the step is the replay of a CUDA graph
+    transformers: bool = False  # whether transformers' `generate` made the tokens
     ms: float | None = None  # per token (one for each sequence of the batch): the model's step and sampling
     fastest_ms: float | None = None
     draw_ms: float | None = None  # of sampling alone
@@ -40,7 +41,7 @@ class DecodeRow(BenchRow):
 
     @property
     def step(self) -> str:
-        return "graph" if self.graph else "eager"
+        return "transformers" if self.transformers else "graph" if self.graph else "eager"
 
     def line(self) -> str:
         """The row as a line for the terminal."""
@@ -62,7 +63,8 @@ class DecodeResults(BenchResults[DecodeRow]):
         head = (
             f"# Decoding\n\n{made_on(self.environment)}.\n\n"
             "A token as `lingpt generate` makes it, of a model with random weights: a step through the "
-            "decoding state (the replay of a CUDA graph, or eager), and the draw. One for each sequence of "
+            "decoding state (the replay of a CUDA graph, or eager), and the draw; or one of transformers' "
+            "`generate` with the exported model. One for each sequence of "
             "the batch; the median, and the fastest. State: what decoding carries for a sequence as long as "
             "the context. Memory: the most that was used, with the weights.\n\n"
         )

@@ -26,6 +26,8 @@ class Options(RowOptions):
     graph: Annotated[bool, Option(
         "on a GPU, time replays of a CUDA graph of a step, as `lingpt generate` does; false: eager "
         "steps")] = True
+    transformers: Annotated[bool, Option(
+        "time transformers' `generate` with the model of `lingpt export --hf` instead")] = False
     budget: Annotated[float, BUDGET] = 150.0
     out: Annotated[str, OUT] = "runs/bench/decoding"
     # fmt: on

@@ -13,7 +13,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lingpt.common.errors import UserError, first_line
 from lingpt.common.files import read_errors, read_json_object
 from lingpt.data import Tokenizer
-from lingpt.data.tokenizer import END_OF_TEXT
 from lingpt.models import GPT, stream
 
 
@@ -43,7 +42,7 @@ def chat(
             continue
         messages.append({"role": "user", "content": line.strip()})
         names = {"messages": messages, "add_generation_prompt": True}
-        names |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+        names |= dict.fromkeys(("bos_token", "eos_token"), tokenizer.end_token)
         try:
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
             text = environment.from_string(template).render(names)

@@ -47,8 +47,8 @@ def statistics(part: Part, tokenizer: Tokenizer, out: Path) -> str:
     draw_lengths(*found.histogram(), name, "; ".join(f"{key}: {value}" for key, value in rows), out)
     lines = [f"{key:<12} {value}" for key, value in (("training on", name), *rows)]
     if found.rejects:
-        lines += ["", "copies of earlier documents, which --data.dedup leaves out:"]
-        lines += [f"  {text} …" for text in found.rejects]
+        lines += ["", "some rejects (empty documents are left out, copies by --data.dedup):"]
+        lines += [f"  document {reject}" for reject in found.rejects]
     return "\n".join([*lines, "", "tokens a document:", *found.bars(), "", f"picture {out}"])
 
 

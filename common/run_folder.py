@@ -6,6 +6,7 @@
         metrics.jsonl                the losses, a JSON object a line
         checkpoints/step-00000300/
             model.safetensors, config.json, tokenizer.json
+            tokenizer_config.json    the end of a text, if tokenizer.json does not tell
             train_state.pt           optimizer and random states
             manifest.json            progress, recipe, fingerprint of the data, size and SHA-256 of every file
         eval/step-00000300.json      scores

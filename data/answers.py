@@ -1,9 +1,9 @@
 """Rows of prompts and answers, of which only the answers are learned.
 
-A row has `messages`, each with a `role` and a `content`, which the tokenizer's chat template turns into text;
-or a `prompt` and a `completion`, text as it is, after which the end of text is learned. Prompts and answers
-are tokenised apart, as they are when the model answers. In the token cache a token that is not learned is
-stored as its bitwise complement, which is negative, and after each row stands ROW_END.
+The chat template of the tokenizer turns messages into text. A prompt and its completion are text as they
+are, and the end of text after them is learned. Prompts and answers are tokenised apart, as they are when the
+model answers. In the token cache a token that is not learned is stored as its bitwise complement, which is
+negative, and after each row stands ROW_END.
 """
 
 import functools
@@ -15,38 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from lingpt.common.errors import UserError, one_line
+from lingpt.common.errors import UserError
 from lingpt.data.tokenizer import Tokenizer
 
-ANSWERS = "messages, or prompt and completion"  # the `text_key` of such rows
 ROW_END = int(np.iinfo(np.int32).min)
-NEEDED = (
-    'every line must be a JSON object with "messages", one of them an assistant\'s, each with a role and a '
-    'content in text; or with a "prompt" and a "completion" in text'
-)
-
-
-def read_row(line: bytes, where: str) -> str:
-    """The row in one line of JSON, without what is not used. UserError, which begins with `where`."""
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-        if "messages" in row:
-            messages = [{key: message[key] for key in ("role", "content")} for message in row["messages"]]
-            texts = [text for message in messages for text in message.values()]
-            answers = [message["content"] for message in messages if message["role"] == "assistant"]
-            kept = json.dumps({"messages": messages}, ensure_ascii=False)
-        else:
-            texts = [row["prompt"], row["completion"]]
-            answers, kept = texts[1:], json.dumps(texts, ensure_ascii=False)
-        if all(isinstance(text, str) for text in texts) and any(answers):
-            kept.encode()
-            return kept
-        fault = "has no answer, or what is not text"
-    except (KeyError, TypeError):
-        fault = f"has no {ANSWERS}"
-    except (ValueError, RecursionError) as error:
-        fault = f"is not JSON in UTF-8 ({one_line(error)})"
-    raise UserError(f"{where} {fault}: {NEEDED}")
 
 
 class AnswerTokenizer(Tokenizer):
@@ -56,7 +28,7 @@ class AnswerTokenizer(Tokenizer):
 
     def __init__(self, tokenizer: Tokenizer, source: str | None) -> None:
         """source: where the tokenizer is from, for its chat template."""
-        super().__init__(tokenizer.raw, tokenizer.name)
+        super().__init__(tokenizer.raw, tokenizer.name, tokenizer.end_token)
         self._source = source
 
     @functools.cached_property
@@ -72,6 +44,7 @@ class AnswerTokenizer(Tokenizer):
                 f"the tokenizer {self.name} has no chat template, which messages need: give another with "
                 "--data.tokenizer, or rows with prompt and completion"
             )
+        found.eos_token = self.end_token
         return found
 
     @functools.cached_property
@@ -92,7 +65,7 @@ class AnswerTokenizer(Tokenizer):
         """The row's text in parts: a prompt, its answer, the next prompt, and so on to the last answer."""
         if isinstance(row, list):
             prompt, completion = row
-            return [prompt, completion + self.raw.id_to_token(self.eos_id)]
+            return [prompt, completion + self.end_token]
         render = functools.partial(self._chat.apply_chat_template, tokenize=False)
         messages, parts, done = row["messages"], list[str](), ""
         for i, message in enumerate(messages):
@@ -109,4 +82,4 @@ class AnswerTokenizer(Tokenizer):
         return parts
 
     def __reduce__(self) -> tuple:
-        return AnswerTokenizer, (Tokenizer(self.raw, self.name), self._source)
+        return AnswerTokenizer, (Tokenizer(self.raw, self.name, self.end_token), self._source)

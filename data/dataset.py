@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from lingpt.common.errors import UserError
 from lingpt.common.files import cache_dir, write_errors
 from lingpt.common.options import RARE, Option, check_options
-from lingpt.data.answers import ANSWERS, AnswerTokenizer
+from lingpt.data.answer_rows import ANSWERS
+from lingpt.data.answers import AnswerTokenizer
 from lingpt.data.cache import WRITE_ADVICE, TokenCache, entry_folder, token_cache
 from lingpt.data.corpus import TEXT_KEY, Corpus
 from lingpt.data.embedded import embedded_corpus
@@ -55,11 +56,14 @@ class DataConfig:
         "the field of JSONL, or the column of Parquet and of data sets, that holds the text; `a.b` is b in a"
     )] = TEXT_KEY
     rows: Annotated[Literal["text", "answers"], Option(
-        "what a row of JSONL holds: a text, or `messages` or `prompt` and `completion`, of which only the "
-        "answers are learned")] = "text"
+        "what a row of the source holds: a text, or `messages` or `prompt` and `completion`, of which only "
+        "the answers are learned")] = "text"
     packing: Annotated[Literal["blocks", "documents"], Option(
         "how text fills samples: `blocks` cuts the stream of all documents; `documents` packs whole ones (a "
         "longer one is cut), and no token sees another document")] = "blocks"
+    end_token: Annotated[str | None, Option(
+        "the token that ends each document; by default the `eos_token` of the tokenizer_config.json beside "
+        "tokenizer.json, else `<|endoftext|>`, `<|end_of_text|>`, `</s>` or another usual one")] = None
     val_fraction: Annotated[float, Option(
         "share of the documents held out where the source has no validation split, at least one",
         above=0, below=1, heading=RARE)] = 0.005
@@ -292,7 +296,7 @@ def _cache_folder(config: DataConfig) -> Path:
 
 def _tokenizer(config: DataConfig) -> Tokenizer:
     if config.tokenizer:
-        tokenizer = load_tokenizer(config.tokenizer)
+        tokenizer = load_tokenizer(config.tokenizer, config.end_token)
     else:
         folder = _cache_folder(config)
         with write_errors(folder, WRITE_ADVICE):
@@ -322,7 +326,7 @@ NAMED = (*CORPORA, f"{HUB}owner/name")
 
 def vocab_size(config: DataConfig) -> int:
     """The vocabulary of the tokenizer of `config`; UserError if there is no such tokenizer."""
-    return load_tokenizer(config.tokenizer).vocab_size if config.tokenizer else config.vocab_size
+    return _tokenizer(config).vocab_size if config.tokenizer else config.vocab_size
 
 
 def open_corpus(
@@ -367,6 +371,8 @@ def is_path(source: str) -> bool:
 
 def _open(source: str, cache_dir: Path | None, text_key: str) -> Corpus:
     if source in CORPORA:
+        if text_key == ANSWERS:
+            raise UserError(f"{source} has texts, without prompts and answers: leave out --data.rows answers")
         return CORPORA[source].open()
     name = source.removeprefix(HUB)
     if is_saved(expand(name)):

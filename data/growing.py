@@ -100,9 +100,15 @@ class GrowingDataset(PackedDataset):
                 return
             self._map_more()
             if not self._process.is_alive() and not self.path.parent.exists():
-                fault = self._errors.recv() if self._errors.poll() else "killed, perhaps for its memory"
-                raise UserError(f"the process that tokenises has ended ({fault}): start again")
+                raise UserError(f"the process that tokenises has ended ({self._fault()}): start again")
             time.sleep(POLL)
+
+    def _fault(self) -> str:
+        """Why the process has ended."""
+        try:
+            return self._errors.recv()
+        except EOFError:
+            return "killed, perhaps for its memory"
 
     def _map_more(self) -> None:
         """Maps the whole record batches that have been written since, each with its checksum.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lingpt.common.errors import UserError, first_line, one_line
 from lingpt.data.corpus import TEXT_KEY, Corpus, Document, Split
 from lingpt.data.file_hashes import file_hashes
-from lingpt.data.parquet import ROWS, column_texts, find_column
+from lingpt.data.parquet import ROWS, text_reader
 from lingpt.data.paths import expand
 
 if TYPE_CHECKING:
@@ -182,12 +182,13 @@ def _rows_corpus(
 def _split(
     rows: "datasets.Dataset", text_key: str, where: str, clean: Callable[[str, str], str] | None
 ) -> Split:
-    column = find_column(rows.features.arrow_schema, text_key, where)
+    columns, texts_of = text_reader(rows.features.arrow_schema, text_key, where)
+    whole = [name if name in rows.column_names else name.partition(".")[0] for name in columns]
 
     def read() -> Iterator[Document]:
         before = 0
-        for batch in rows.select_columns(column[:1]).with_format("arrow").iter(ROWS):
-            for row, text in enumerate(column_texts(batch, column, where, before), before + 1):
+        for batch in rows.select_columns(whole).with_format("arrow").iter(ROWS):
+            for row, text in enumerate(texts_of(batch, before), before + 1):
                 yield Document(clean(text, f"{where}, row {row}") if clean else text, 1)
             before += len(batch)
 

@@ -18,7 +18,7 @@ import zstandard
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_errors
-from lingpt.data.answers import ANSWERS, read_row
+from lingpt.data.answer_rows import ANSWERS, NEEDED, read_line
 from lingpt.data.corpus import TEXT_KEY, Document
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ def read_documents(path: Path, text_key: str = TEXT_KEY) -> Iterator[Document]:
         UserError: naming file and line
     """
     if path.suffix == TEXT:
+        if text_key == ANSWERS:
+            raise UserError(f"{path} is one text, without prompts and answers: {NEEDED}")
         yield _whole_text(path)
         return
     number, position = 0, 0
@@ -150,7 +152,7 @@ class _Decompressed(io.RawIOBase):
 def _text(line: bytes, key: str, where: str) -> str:
     """The text of one line, "" if it is only whitespace. Raises a `UserError` that begins with `where`."""
     if key == ANSWERS:
-        return read_row(line, where)
+        return read_line(line, where)
     try:
         row = json.loads(line.decode("utf-8-sig"))
         text = _find(row, key)

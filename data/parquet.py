@@ -1,11 +1,12 @@
 """Documents from tables of Arrow: Parquet files, and the rows of `datasets`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lingpt.common.errors import UserError, one_line
 from lingpt.common.files import read_errors
+from lingpt.data.answer_rows import ANSWERS, NEEDED, read_row
 from lingpt.data.corpus import Document
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ def read_parquet(path: Path, text_key: str) -> Iterator[Document]:
         size = path.stat().st_size
     try:
         with parquet.ParquetFile(path) as file:
-            column, rows = find_column(file.schema_arrow, text_key, str(path)), file.metadata.num_rows
-            for batch in file.iter_batches(ROWS, columns=[text_key]):
-                texts = column_texts(batch, column, str(path), row)
+            columns, texts_of = text_reader(file.schema_arrow, text_key, str(path))
+            rows = file.metadata.num_rows
+            for batch in file.iter_batches(ROWS, columns=columns):
+                texts = texts_of(batch, row)
                 before, row = row, row + len(texts)
                 yield Document(texts[0], size * row // rows - size * before // rows)
                 yield from (Document(text, 0) for text in texts[1:])
@@ -40,6 +42,30 @@ def read_parquet(path: Path, text_key: str) -> Iterator[Document]:
         raise UserError(
             f"{path} is damaged or cut off after row {row} ({one_line(error)}): fetch it again"
         ) from None
+
+
+def text_reader(
+    schema: "pa.Schema", text_key: str, where: str
+) -> tuple[list[str], Callable[[Any, int], list[str]]]:
+    """The columns to read, which may be nested, and a function that makes texts of them: given a table or
+    record batch, and the number of rows before its own. `text_key` may be ANSWERS. UserError from both, which
+    begins with `where`: of a row, `<where>, row 7 …`."""
+    if text_key != ANSWERS:
+        path = find_column(schema, text_key, where)
+        return [text_key], lambda table, before: column_texts(table, path, where, before)
+    names = [name for name in ("messages", "prompt", "completion") if name in schema.names]
+    if names in ([], ["prompt"], ["completion"]):
+        raise UserError(f"{where} has no {ANSWERS} (it has {', '.join(schema.names)}): {NEEDED}")
+
+    def rows(table: Any, before: int) -> list[str]:
+        try:
+            values = table.to_pylist()
+        except UnicodeDecodeError:
+            first, last = before + 1, before + len(table)
+            raise UserError(f"{where}, rows {first} to {last} are not all UTF-8: write them again") from None
+        return [read_row(row, f"{where}, row {number}") for number, row in enumerate(values, before + 1)]
+
+    return names, rows
 
 
 def find_column(schema: "pa.Schema", text_key: str, where: str) -> list[str]:
@@ -53,7 +79,8 @@ def find_column(schema: "pa.Schema", text_key: str, where: str) -> list[str]:
         if not pa.types.is_struct(kind) or kind.get_field_index(part) < 0:
             known = ", ".join(schema.names)
             raise UserError(
-                f"{where} has no column {text_key!r} (it has {known}): give another with --data.text_key"
+                f"{where} has no column {text_key!r} (it has {known}): give another with --data.text_key, "
+                "or --data.rows answers"
             )
         kind = kind.field(part).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind

@@ -9,14 +9,14 @@ import numpy as np
 from lingpt.data.dataset import Part
 
 BINS = 40  # of the histogram
-SAMPLES, SAMPLE_WIDTH = 5, 80  # rejected documents that are shown, and characters of each
+SAMPLES, SAMPLE_WIDTH = 5, 80  # rejected documents of each kind that are shown, and characters of each
 READ_AT_ONCE = 1 << 24  # tokens
 
 
 @dataclass
 class Statistics:
     """lengths: tokens of each document, its end among them. documents, lines: hashes, equal for equal text.
-    rejects: the beginnings of some documents that are copies of others, or empty."""
+    rejects: some documents that are empty, or copies of others, by their number from 1."""
 
     lengths: np.ndarray
     documents: array = field(default_factory=lambda: array("q"))
@@ -55,16 +55,17 @@ def measure(part: Part, end: int) -> Statistics:
     """The statistics of the training text of `part`, of which the text is read once more. end: the token that
     ends a document. Equal texts are found by a hash of 64 bits; the memory is 8 bytes a line."""
     found = Statistics(np.diff(_ends(part, end), prepend=0))
-    seen: set[int] = set()
-    for document in part.corpus.train.read():
+    seen, copies = set[int](), 0
+    for number, document in enumerate(part.corpus.train.read(), start=1):
         if not document.text:
             found.empty += 1
+            found.rejects += [f"{number:,} is empty"] if found.empty <= SAMPLES else []
             continue
         digest = hash(document.text)
         found.documents.append(digest)
         found.lines.extend(hash(line) for line in document.text.splitlines() if line.strip())
-        if digest in seen and len(found.rejects) < SAMPLES:
-            found.rejects.append(" ".join(document.text[:SAMPLE_WIDTH].split()))
+        if digest in seen and (copies := copies + 1) <= SAMPLES:
+            found.rejects.append(f"{number:,} is a copy: {' '.join(document.text[:SAMPLE_WIDTH].split())} …")
         seen.add(digest)
     return found
 

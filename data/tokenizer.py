@@ -1,5 +1,6 @@
 """Tokenizers: any `tokenizer.json`, from a file, a folder or the hub, and the embedded corpus's own BPE."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -10,14 +11,13 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from lingpt.common.end_of_text import END_OF_TEXT, KNOWN, TOKENIZER_CONFIG, find_end_token
 from lingpt.common.errors import UserError, first_line
-from lingpt.common.files import write_text
+from lingpt.common.files import write_json, write_text
 from lingpt.common.run_folder import TOKENIZER
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.hub import hub_errors
 from lingpt.data.paths import expand
-
-END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer:
@@ -28,16 +28,16 @@ class Tokenizer:
     `for_documents`.
     """
 
-    def __init__(self, raw: tokenizers.Tokenizer, name: str) -> None:
-        """Raises `UserError` if `raw` has no end-of-text token."""
-        self.raw, self.name = raw, name
-        eos_id = raw.token_to_id(END_OF_TEXT)
-        if eos_id is None:
+    def __init__(self, raw: tokenizers.Tokenizer, name: str, end_token: str | None = None) -> None:
+        """end_token: ends a text; by default what `find_end_token` finds. Raises `UserError` without one."""
+        self.raw, self.name, end = raw, name, end_token or find_end_token(raw)
+        eos_id = None if end is None else raw.token_to_id(end)
+        if end is None or eos_id is None:
             raise UserError(
-                f"the tokenizer {name} has no token {END_OF_TEXT}, which must separate the documents: "
-                "take one that has it (GPT-NeoX's, GPT-2's)"
+                f"the tokenizer {name} has no token {end or ' or '.join(KNOWN)}, to separate documents: name "
+                "its own with --data.end_token"
             )
-        self.eos_id: int = eos_id
+        self.end_token, self.eos_id = end, int(eos_id)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -52,7 +52,8 @@ class Tokenizer:
     @functools.cached_property
     def hash(self) -> str:
         """The SHA-256 of all that decides the tokens."""
-        return hashlib.sha256(self.raw.to_str().encode()).hexdigest()
+        end = "" if self.end_token == END_OF_TEXT else self.end_token
+        return hashlib.sha256((self.raw.to_str() + end).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -61,7 +62,7 @@ class Tokenizer:
         return self._ids(self.raw, texts)
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode_batch`, with `<|endoftext|>` in a text as plain text."""
+        """`encode_batch`, with the end-of-text token in a text as plain text."""
         return self._ids(self.for_documents, texts)
 
     def _ids(self, raw: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -81,16 +82,16 @@ class Tokenizer:
 
     @functools.cached_property
     def for_documents(self) -> tokenizers.Tokenizer:
-        """A copy that encodes `<|endoftext|>` in a document as plain text, not as the end-of-text token. Do
-        not change it. UserError if the tokenizer's vocabulary has no other tokens for it."""
-        values = json.loads(self.raw.to_str())
+        """A copy that encodes a written-out end-of-text token in a document as plain text. Do not change it.
+        UserError if the tokenizer's vocabulary has no other tokens for it."""
+        values, end = json.loads(self.raw.to_str()), self.end_token
         for token in values["added_tokens"]:
-            token["special"] |= token["content"] == END_OF_TEXT  # others are never encoded as plain text
+            token["special"] |= token["content"] == end  # others are never encoded as plain text
         copy = tokenizers.Tokenizer.from_str(json.dumps(values))
         copy.encode_special_tokens = True
-        if self.eos_id in copy.encode(f"{END_OF_TEXT} a {END_OF_TEXT}a", add_special_tokens=False).ids:
+        if self.eos_id in copy.encode(f"{end} a {end}a", add_special_tokens=False).ids:
             raise UserError(
-                f"the tokenizer {self.name} takes the text {END_OF_TEXT} for the end of a document, which a "
+                f"the tokenizer {self.name} takes the text {end} for the end of a document, which a "
                 "document may contain: take one whose vocabulary has it as an added token only"
             )
         return copy
@@ -110,32 +111,38 @@ class Tokenizer:
         return len(own.items() - others.items())
 
     def save(self, folder: str | os.PathLike) -> Path:
-        """Writes `tokenizer.json` into `folder` and returns its path. OSError if it cannot be written."""
+        """Writes `tokenizer.json` into `folder` and returns its path; if that alone does not say which token
+        ends a text, a tokenizer_config.json does. OSError if it cannot be written."""
         path = Path(folder) / TOKENIZER
         write_text(path, self.raw.to_str(pretty=True))
+        if find_end_token(self.raw) != self.end_token:
+            write_json(path.with_name(TOKENIZER_CONFIG), {"eos_token": self.end_token})
         return path
 
     def __reduce__(self) -> tuple:
-        return _from_string, (self.raw.to_str(), self.name)
+        return _from_string, (self.raw.to_str(), self.name, self.end_token)
 
 
-def _from_string(text: str, name: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, without its settings that cut texts off or pad them."""
+def _from_string(text: str, name: str, end_token: str | None = None, folder: Path | None = None) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, without its settings that cut texts off or pad them. folder: where
+    its configs are."""
     raw = tokenizers.Tokenizer.from_str(text)
     raw.no_truncation()
     raw.no_padding()
-    return Tokenizer(raw, name)
+    return Tokenizer(raw, name, end_token or find_end_token(raw, folder))
 
 
-def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
+def load_tokenizer(source: str | os.PathLike, end_token: str | None = None) -> Tokenizer:
     """The tokenizer at `source`: a `tokenizer.json`, a folder that holds one, or a name on the hub.
+
+    end_token: ends a text; by default what a config beside tokenizer.json names, else one that is known.
 
     Raises:
         UserError: not found, not readable, or without an end-of-text token
     """
     path = find_tokenizer(source) or _from_hub(str(source))
     try:
-        return _from_string(path.read_text(encoding="utf-8"), str(source))
+        return _from_string(path.read_text(encoding="utf-8"), str(source), end_token, path.parent)
     except UserError:
         raise
     except Exception as error:  # `tokenizers` raises a bare Exception for what it cannot parse
@@ -172,9 +179,13 @@ def _may_be_on_hub(name: str) -> bool:
 
 def _from_hub(name: str) -> Path:
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     with hub_errors(f"the tokenizer {name}", "give the path of a tokenizer.json with TOKENIZER=<path>"):
-        return Path(hf_hub_download(name, TOKENIZER))
+        path = Path(hf_hub_download(name, TOKENIZER))
+        with contextlib.suppress(EntryNotFoundError):
+            hf_hub_download(name, TOKENIZER_CONFIG)  # into the same folder
+    return path
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

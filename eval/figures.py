@@ -1,4 +1,4 @@
-"""The figure of the loss by position."""
+"""The figures of the loss by position, in a long text and within documents."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,24 +10,32 @@ from lingpt.eval.scores import About, Result, Score
 from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats, style_axes
 from lingpt.plots.palette import line_styles
 
+FIGURES = {  # measure → its figure, and what the horizontal axis is
+    "loss_by_position": ("positions", "position (tokens)"),
+    "loss_within_documents": ("within-documents", "tokens of the document before it"),
+}
+
 
 def draw_positions(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Draws positions.png and .pdf: the loss by position of every run, one panel per text; draws
-    nothing if none was measured.
+    """Draws the `FIGURES`, .png and .pdf, of what was measured: the loss by position of every run, one panel
+    per text.
 
     Runs that differ only in their seed (`…-seed0`, `…-seed1`) are one line, their mean. A group of positions
     is drawn at its end. The dashed line is the training length.
     """
-    found = [
-        (result.checkpoint, scores)
-        for result in mean_scores(results)
-        if (scores := result.of_task("loss_by_position"))
-    ]
+    means = mean_scores(results)
+    return [path for task in FIGURES for path in _draw(task, means, folder)]
+
+
+def _draw(task: str, results: Sequence[Result], folder: Path) -> list[Path]:
+    """Draws the figure of one measure, if any of the results has it."""
+    found = [(result.checkpoint, scores) for result in results if (scores := result.of_task(task))]
     names = list(dict.fromkeys(str(score.texts) for _, scores in found for score in scores))
     if not names:
         return []
     labels, legend = _labels([about.run for about, _ in found]), dict[int, Any]()
     width = 1.2 + 3.9 * len(names) + 0.7 + 0.07 * max(map(len, labels))  # inches: the panels and the legend
+    file, axis = FIGURES[task]
     figure = new_figure(width, 3.6)
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     styles = line_styles([about.form for about, _ in found])
@@ -35,12 +43,12 @@ def draw_positions(results: Sequence[Result], folder: Path) -> list[Path]:
         drawn = {i: score for i, (_, scores) in enumerate(found) for score in scores if score.texts == name}
         for i, score in drawn.items():
             legend[i] = _draw_line(panel, score, labels[i], styles[i])
-        _style_panel(panel, name, list(drawn.values()))
+        _style_panel(panel, name, axis, list(drawn.values()))
     panels[0].set_ylabel("loss (nats per token)")
     lines = [legend[i] for i in sorted(legend)]
     legend_beside(figure, lines, [line.get_label() for line in lines])
     add_caption(figure, caption([(about, score) for about, scores in found for score in scores]))
-    return save_formats(figure, folder, "positions")
+    return save_formats(figure, folder, file)
 
 
 def _draw_line(panel: Any, score: Score, label: str, style: dict[str, Any]) -> Any:
@@ -54,7 +62,7 @@ def _draw_line(panel: Any, score: Score, label: str, style: dict[str, Any]) -> A
     return line
 
 
-def _style_panel(panel: Any, name: str, scores: Sequence[Score]) -> None:
+def _style_panel(panel: Any, name: str, axis: str, scores: Sequence[Score]) -> None:
     """A text's panel: its title, axes and training lengths."""
     from matplotlib.ticker import NullLocator
 
@@ -66,7 +74,7 @@ def _style_panel(panel: Any, name: str, scores: Sequence[Score]) -> None:
     panel.xaxis.set_minor_locator(NullLocator())
     panel.tick_params(axis="x", labelrotation=45)
     panel.set_title(name, loc="left", fontsize=10, parse_math=False)
-    panel.set_xlabel("position (tokens)")
+    panel.set_xlabel(axis)
     style_axes(panel)
 
 

@@ -1,4 +1,4 @@
-"""Language-modelling measures: bits per byte, and the loss by position.
+"""Language-modelling measures: bits per byte, the loss by position, and that within documents.
 
 Bits per byte do not depend on the tokenizer; those of `xz` on the same bytes are given for comparison. The
 loss by position goes far beyond the training length (arXiv 2312.06635, figure 5).
@@ -19,6 +19,7 @@ from lingpt.eval.scores import PerDocument, Positions, Score
 from lingpt.eval.texts import Texts, Unsuitable, prompts_hash, spans
 
 TOKENS = 1_000_000  # scored tokens per text
+DOCUMENT_TOKENS = 2_000_000  # for the loss within documents, whose first tokens are few
 PIECES = 32  # long pieces for the loss by position, one per document
 ENOUGH = 8  # documents in the mean at each position, if that many are long enough
 
@@ -88,6 +89,46 @@ def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int 
         unigram=entropy(token for ids in found for token in ids),
         train_length=train_length,
         devices=1,  # always one: the pieces are read one after another
+        prompts=prompts_hash((ids, []) for ids in found),
+    )
+
+
+def loss_within_documents(
+    lm: LinGPTLM, texts: Texts, train_length: int, tokens: int = DOCUMENT_TOKENS
+) -> Score:
+    """Nats per token by the number of its document's tokens before it, in groups that double, up to the
+    training length.
+
+    Each document is scored by itself, its first tokens up to the training length, together about `tokens`.
+    Nothing precedes it, not even end-of-text, which a model of packed documents never reads. So models that
+    were trained with and without packing are compared on the same. The standard errors are over documents.
+    """
+    found, taken = list[list[int]](), 0
+    for document in texts.documents:
+        for ids, _ in spans(document, lm.text_tokenizer, train_length + 1, 1):
+            if len(ids) > 1:
+                found.append(ids)
+                taken += len(ids) - 1
+        if taken >= tokens:
+            break
+    if not found:
+        raise Unsuitable("no document has two tokens: the loss within documents needs longer ones")
+    losses = lm.token_losses(found)
+    edges = [0, *sorted({train_length >> i for i in range(train_length.bit_length())})]
+    groups = []
+    for start, stop in itertools.pairwise(edges):
+        parts = [part for loss in losses if len(part := loss[start:stop])]
+        if parts:
+            value, error = ratio([part.sum().item() for part in parts], [len(part) for part in parts])
+            groups.append(Positions(to=stop, loss=value, stderr=error))
+    return Score(
+        task="loss_within_documents",
+        texts=texts.name,
+        documents=len(found),
+        complete=True,
+        metrics={"loss": sum(loss.sum().item() for loss in losses) / taken},
+        positions=tuple(groups),
+        train_length=train_length,
         prompts=prompts_hash((ids, []) for ids in found),
     )
 

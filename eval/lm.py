@@ -164,15 +164,31 @@ class LinGPTLM(TemplateLM):
         logprob = torch.zeros(len(pairs), dtype=torch.float64)
         greedy = torch.ones(len(pairs), dtype=torch.bool)
         with self._bar(len(pairs), disable_tqdm, "log-likelihoods") as bar:
-            batches = _batches(sorted(rows, key=lambda row: (-len(row), row)), self.batch_tokens)
-            for owner, per_token, is_best, served in self._shared(batches, rows):
+            for owner, per_token, is_best, served in self._shared(rows):
                 logprob.index_add_(0, owner, per_token)
                 greedy[owner[~is_best]] = False
                 bar.update(served)
         return list(zip(logprob.tolist(), greedy.tolist(), strict=True))
 
-    def _shared(self, batches: Iterable[list[tuple[int, ...]]], rows: Rows) -> Iterator[Scored]:
-        """The scores of all batches, in their order; each batch goes to an idle model."""
+    @torch.inference_mode()
+    def token_losses(self, texts: Sequence[list[int]], disable_tqdm: bool = False) -> list[torch.Tensor]:
+        """−log p of each token of a text but the first, given those before it: nats, float64 `[tokens − 1]`.
+
+        texts: each of 2 to `max_length + 1` tokens, with nothing before its first one.
+        """
+        rows = self._rows([(tokens[:1], tokens[1:]) for tokens in texts])
+        losses = [torch.empty(0)] * len(texts)
+        with self._bar(len(texts), disable_tqdm, "losses") as bar:
+            for owner, per_token, _, served in self._shared(rows):
+                numbers, counts = owner.unique_consecutive(return_counts=True)
+                for i, part in zip(numbers.tolist(), per_token.split(counts.tolist()), strict=True):
+                    losses[i] = -part
+                bar.update(served)
+        return losses
+
+    def _shared(self, rows: Rows) -> Iterator[Scored]:
+        """The scores of all rows, the longest first; each batch goes to an idle model."""
+        batches = _batches(sorted(rows, key=lambda row: (-len(row), row)), self.batch_tokens)
         idle: queue.SimpleQueue[GPT] = queue.SimpleQueue()
         for model in self.models:
             idle.put(model)

@@ -63,7 +63,7 @@ class Score:
     correct: per metric, which questions were answered correctly (`pack_bits`).
     prompts: SHA-256 of all requests: scores with the same hash are of the same questions.
     texts: the name of the text, of a measure on held-out text.
-    positions, unigram, train_length: of `loss_by_position`.
+    positions, train_length, unigram: of `loss_by_position`; the first two also of `loss_within_documents`.
     file_rows: benchmark file → its rows and those of the official split, if these differ.
     cut_prompts: how many were cut on the left to `max_length` tokens.
     The rest records how the score was computed.

@@ -34,6 +34,11 @@ POSITION_NOTE = (
     "same ones at all positions. Unigram: the tokens' frequencies in the text, all that can be known without "
     "their order."
 )
+WITHIN_NOTE = (
+    "Nats per token after up to so many tokens of its own document (more than in the column before), each "
+    "document by itself, with nothing before it; only long ones reach the last columns. ± one standard error "
+    "over documents."
+)
 RECALL_NOTE = (
     "A phrase of a long text is asked for again at its end, by the eight words that stood before it: chosen "
     "among four phrases of the text (a guess: 25); the same without the text; given by greedy decoding."
@@ -62,14 +67,14 @@ def suite_tables(results: Sequence[Result], suites: Sequence[str] = tuple(SUITES
     if "needle" in suites:
         tables.append(_needle_table(results))
     if "language" in suites:
-        tables += [_bits_table(results), *_position_tables(results)]
+        tables += [_bits_table(results), *_position_tables(results), _within_table(results)]
     if "recall" in suites:
         tables.append(_recall_table(results))
     return [table for table in tables if table.rows]
 
 
 def save_suites(results: Sequence[Result], folder: Path, suites: Sequence[str] = tuple(SUITES)) -> list[Path]:
-    """Writes suites.md and .tex, and the figure `positions`, if there is something to show."""
+    """Writes suites.md and .tex, and the figures of the losses by position, if there is something to show."""
     if not (tables := suite_tables(results, suites)):
         return []
     figures = draw_positions(results, folder) if "language" in suites else []
@@ -157,12 +162,11 @@ def _bits_table(results: Sequence[Result]) -> Table:
 def _position_tables(results: Sequence[Result]) -> list[Table]:
     """Nats per token by position, groups of positions as columns; and minus softmax's."""
     scores = [score for result in results for score in result.of_task("loss_by_position")]
-    ends = sorted({group.to for score in scores for group in score.positions})
+    ends = _ends(scores)
 
     def losses(score: Score, pair: Pair | None) -> dict[str, str]:
-        cells = {group.to: with_error(group.loss, group.stderr, ".3f") for group in score.positions}
         unigram = {"unigram": DASH if score.unigram is None else f"{score.unigram:.3f}"}
-        return unigram | {f"≤ {end:,}": cells.get(end, DASH) for end in ends}
+        return unigram | _losses(score, ends)
 
     def differences(score: Score, pair: Pair | None) -> dict[str, str]:
         less = (document_differences(*pair) if pair else None) or []
@@ -175,6 +179,28 @@ def _position_tables(results: Sequence[Result]) -> list[Table]:
         _text_table("Loss by position", task, results, losses, note, TO_SOFTMAX_NOTE),
         _text_table("Loss by position, minus softmax's", task, results, differences, "", TO_SOFTMAX_NOTE),
     ]
+
+
+def _within_table(results: Sequence[Result]) -> Table:
+    """Nats per token by the number of the document's tokens before it."""
+    ends = _ends([score for result in results for score in result.of_task("loss_within_documents")])
+
+    def losses(score: Score, pair: Pair | None) -> dict[str, str]:
+        return {"all": score.number("loss", ".3f")} | _losses(score, ends)
+
+    task = "loss_within_documents"
+    return _text_table("Loss within documents", task, results, losses, WITHIN_NOTE, TO_SOFTMAX_NOTE)
+
+
+def _ends(scores: Sequence[Score]) -> list[int]:
+    """The ends of all groups of positions."""
+    return sorted({group.to for score in scores for group in score.positions})
+
+
+def _losses(score: Score, ends: Sequence[int]) -> dict[str, str]:
+    """The cells with the loss of each group of positions."""
+    cells = {group.to: with_error(group.loss, group.stderr, ".3f") for group in score.positions}
+    return {f"≤ {end:,}": cells.get(end, DASH) for end in ends}
 
 
 def _recall_table(results: Sequence[Result]) -> Table:

@@ -56,8 +56,8 @@ SUITES = {
     "retrieval": Suite("answers that stand in the prompt, as Based measures recall", columns=RETRIEVAL),
     "needle": Suite("a number to find in texts of 1,024 to 32,768 tokens", measures=("needle",)),
     "language": Suite(
-        "bits per byte of held-out text, and the loss by position past the training length",
-        measures=("bits_per_byte", "loss_by_position"),
+        "bits per byte of held-out text, the loss by position past the training length, and within documents",
+        measures=("bits_per_byte", "loss_by_position", "loss_within_documents"),
     ),
     "recall": Suite(
         "phrases of a long text, asked for again at its end",
@@ -189,11 +189,13 @@ def _needles(longest: int) -> list[Measurement]:
 
 
 def _measure(lm: "LinGPTLM", measure: str, texts: Texts, train_length: int) -> Score:
-    from lingpt.eval.language import bits_per_byte, loss_by_position
+    from lingpt.eval.language import bits_per_byte, loss_by_position, loss_within_documents
     from lingpt.eval.recall.phrases import recall_phrases
 
     if measure == "bits_per_byte":
         return bits_per_byte(lm, texts)
     if measure == "loss_by_position":
         return loss_by_position(lm, texts, train_length)
+    if measure == "loss_within_documents":
+        return loss_within_documents(lm, texts, train_length)
     return recall_phrases(lm, texts)

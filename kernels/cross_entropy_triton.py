@@ -18,16 +18,17 @@ WARPS, DEPTH, STAGES = 16, 2, 1
 
 
 def cross_entropy_in_place(
-    logits_RV: torch.Tensor, targets_R: torch.Tensor
+    logits_RV: torch.Tensor, targets_R: torch.Tensor, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of −log softmax(logits)[target] over R rows, nats, fp32, and its gradient by the logits.
 
     logits_RV: bf16, fp16 or fp32, contiguous, overwritten by the gradient. targets_R: int64, contiguous;
-    a row whose target is IGNORED adds nothing and gets zeros. The softmax is computed in fp32.
+    a row whose target is IGNORED adds nothing and gets zeros. The softmax is computed in fp32. z_loss: as in
+    cross_entropy.py.
     """
     R, V = logits_RV.shape
     losses_R = torch.empty(R, dtype=torch.float32, device=logits_RV.device)
-    _row[(R,)](logits_RV, targets_R, losses_R, V, 8 * 32 * WARPS, DEPTH, STAGES, num_warps=WARPS)
+    _row[(R,)](logits_RV, targets_R, losses_R, V, 8 * 32 * WARPS, DEPTH, STAGES, z_loss, num_warps=WARPS)
     return losses_R.sum(), logits_RV
 
 
@@ -35,6 +36,7 @@ def cross_entropy_in_place(
 def _row(
     logits, targets, losses,
     V: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
@@ -58,6 +60,8 @@ def _row(
     highest = tl.max(top, 0)
     sum_all = tl.sum(total * tl.exp2(top - highest), 0)
     scale = tl.where(counts, 1.0 / sum_all, 0.0)
+    if Z_LOSS > 0:
+        scale *= 1.0 + 2.0 * Z_LOSS * (tl.log2(sum_all) + highest) / LOG2E
     loss = (tl.log2(sum_all) - (at_target * LOG2E - highest)) / LOG2E
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     for start in tl.range(0, V, DEPTH * LANES, num_stages=STAGES):

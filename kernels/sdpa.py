@@ -9,26 +9,41 @@ from torch.nn.attention.varlen import varlen_attn
 from lingpt.kernels.numerics import first_tokens
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """Causal softmax attention within each of the sequences packed into the rows of a batch.
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, window: int | None = None
+) -> Tensor:
+    """Causal softmax attention within each of the sequences packed into the rows of a batch; with a window a
+    token sees the last so many tokens only, itself among them.
 
     q, k, v: [B, N, H, D]; k and v may have fewer heads, and are then repeated. cu_seqlens: int32
-    [sequences + 1], their borders in the B·N tokens, row after row; each row begins with one. Returns
-    [B, N, H, D]. On CUDA in 16 bits it is FlashAttention's kernel for sequences of different lengths, which
-    needs neither a mask nor the lengths on the host; else SDPA with a mask [B, 1, N, N].
+    [sequences + 1], their borders in the B·N tokens, row after row; each row begins with one; None: each
+    row is one. Returns [B, N, H, D]. On CUDA in 16 bits it is FlashAttention's kernel for sequences of
+    different lengths, which needs neither a mask nor the lengths on the host; else SDPA with a mask.
     """
     B, N = q.shape[:2]
     if (repeats := q.shape[2] // k.shape[2]) > 1:  # PyTorch 2.11's kernel takes no fewer
         k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(0, B * N + 1, N, dtype=torch.int32, device=q.device)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        o = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, N, N, scale=scale, window_size=(-1, 0))
+        sizes = (-1 if window is None else window - 1, 0)  # before a token, and after it
+        o = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, N, N, scale=scale, window_size=sizes)
         assert isinstance(o, Tensor)
         return o.unflatten(0, (B, N))
-    sequence = first_tokens(cu_seqlens, B, N).cumsum(1)
-    mask = (sequence[:, :, None] == sequence[:, None]).tril()[:, None]
+    mask = causal_mask(N, N, window, q.device)
+    if cu_seqlens is not None:
+        sequence = first_tokens(cu_seqlens, B, N).cumsum(1)
+        mask = (mask & (sequence[:, :, None] == sequence[:, None]))[:, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+
+
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool `[queries, keys]`, of queries that are the last of the keys: the keys up to each query's own, with
+    a window the last so many of these."""
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return mask if window is None else mask.triu(keys - queries - window + 1)
 
 
 def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int | None:

@@ -11,6 +11,7 @@ from lingpt.models.attention import (
 )
 from lingpt.models.checkpoint import (
     LoadReport,
+    check_sizes,
     check_source,
     load_model,
     load_parts,
@@ -49,6 +50,7 @@ __all__ = [
     "LoadReport",
     "ModelArgs",
     "attention_form",
+    "check_sizes",
     "check_source",
     "export_hf",
     "form_parts",

@@ -39,7 +39,7 @@ _LITGPT_WEIGHTS = "lit_model.pth"
 _ARCHITECTURE = (
     "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "parallel_residual", "norm_class_name",
     "norm_eps", "norm_qk", "mlp_class_name", "attn_bias", "tie_embeddings", "rotary_percentage", "rope_base",
-    "rope_adjustments",
+    "rope_adjustments", "intermediate_size", "bias", "padded_vocab_size",
 )  # fmt: skip
 
 
@@ -168,11 +168,7 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
     folder = Path(path)
     source, tensors, kind = _read_model(folder)
     own, complaint = model.state_dict(), f"{folder} is another model than {model.config.name!r}"
-    theirs, ours = ({name: getattr(x, name) for name in _ARCHITECTURE} for x in (source, model.config))
-    if differ := [
-        f"{name} is {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]
-    ]:
-        raise UserError(f"{complaint}: {', '.join(differ)}")
+    check_sizes(model.config, source, folder)
     _check_same_tensors(own, tensors, complaint, optional=".attn.")
     taken = [name for name in own if name in tensors and own[name].shape == tensors[name].shape]
     for name in taken:
@@ -183,6 +179,16 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
         new=[name for name in own if name not in taken],
         unused=[name for name in tensors if name not in taken],
     )
+
+
+def check_sizes(config: Config, source: Config, folder: Path) -> None:
+    """UserError unless a model of `config` can take its weights from that in `folder`, of config `source`."""
+    pairs = ((name, getattr(source, name), getattr(config, name)) for name in _ARCHITECTURE)
+    if differ := [f"{name} is {theirs}, not {ours}" for name, theirs, ours in pairs if theirs != ours]:
+        raise UserError(
+            f"{folder} is another model than {config.name!r}: {', '.join(differ)} (a recipe that leaves out "
+            "the model's name and sizes has those of init_from)"
+        )
 
 
 def check_source(folder: Path) -> None:

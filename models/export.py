@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 
+from lingpt.common.end_of_text import GENERATION_CONFIG, KNOWN, TOKENIZER_CONFIG, find_end_token
 from lingpt.common.errors import UserError, first_line
 from lingpt.common.files import read_errors, write_errors, write_json, write_text
 from lingpt.common.run_folder import TOKENIZER
@@ -18,24 +19,23 @@ from lingpt.models.gpt_neox import is_gpt_neox, write_gpt_neox
 from lingpt.models.llama import llama_kind, write_llama
 from lingpt.models.model_folder import write_model_folder
 
-END_OF_TEXT = "<|endoftext|>"
-
 
 def export_hf(
     model: GPT, folder: str | Path, tokenizer: str | Path | None = None, card: str | None = None
 ) -> None:
     """Writes the folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
-    tokenizer: a `tokenizer.json`, or a folder that holds one, such as the model's checkpoint. Without it,
-        `AutoTokenizer` would silently give an empty tokenizer, so there is a warning.
+    tokenizer: a `tokenizer.json`, or a folder that holds one, such as the model's checkpoint; a config
+        beside it may name the token that ends a text. Without a tokenizer, `AutoTokenizer` would silently
+        give an empty one, so there is a warning.
     card: the text of its README.md.
 
     Raises UserError for a file that is not a tokenizer.
     """
     folder = Path(folder)
-    text, eos_id, vocab_size = None, 0, model.config.vocab_size
+    text, end, eos_id, vocab_size = None, "", 0, model.config.vocab_size
     if tokenizer:
-        text, eos_id, vocab_size = _read_tokenizer(Path(tokenizer))
+        text, end, eos_id, vocab_size = _read_tokenizer(Path(tokenizer))
     rows = model.config.padded_vocab_size
     unused = {"suppress_tokens": [*range(vocab_size, rows)]} if vocab_size < rows else {}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id)
@@ -55,7 +55,7 @@ def export_hf(
         }
         write_model_folder(folder, own | about, model.state_dict(), metadata={})
     with write_errors(folder):
-        write_json(folder / "generation_config.json", ids | unused)
+        write_json(folder / GENERATION_CONFIG, ids | unused)
         if card is not None:
             write_text(folder / "README.md", card)
         if text is None:
@@ -64,24 +64,28 @@ def export_hf(
                 stacklevel=2,
             )
             return
-        names = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), END_OF_TEXT)
+        names = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), end)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left"}
         write_text(folder / TOKENIZER, text)
         write_json(
-            folder / "tokenizer_config.json",
+            folder / TOKENIZER_CONFIG,
             names | settings | {"model_max_length": model.config.block_size},
         )
 
 
-def _read_tokenizer(path: Path) -> tuple[str, int, int]:
-    """A tokenizer.json's content, the id of the token that separates documents, and the highest id plus 1."""
+def _read_tokenizer(path: Path) -> tuple[str, str, int, int]:
+    """A tokenizer.json's content, the token that ends a text and its id, and the highest id plus 1."""
     path = path / TOKENIZER if path.is_dir() else path
     with read_errors(path):
         text = path.read_text(encoding="utf-8")
     try:
-        vocabulary = tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
+        raw = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # `tokenizers` raises a bare Exception for what it cannot parse
         raise UserError(f"{path} is not a tokenizer.json: {first_line(error)}") from error
-    if END_OF_TEXT not in vocabulary:
-        raise UserError(f"{path} has no token {END_OF_TEXT}: give the model's own tokenizer.json")
-    return text, vocabulary[END_OF_TEXT], 1 + max(vocabulary.values())
+    vocabulary, end = raw.get_vocab(with_added_tokens=True), find_end_token(raw, path.parent)
+    if end is None:
+        raise UserError(
+            f"{path} has no token {' or '.join(KNOWN)}: give the model's own, or name its eos_token in a "
+            f"{TOKENIZER_CONFIG} beside it"
+        )
+    return text, end, vocabulary[end], 1 + max(vocabulary.values())

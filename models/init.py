@@ -25,15 +25,16 @@ def init_weights(
     """Initialises every parameter of a `GPT` but those that are `loaded`. NotImplementedError names one that
     no rule covers."""
     to_draw, seen = [], set()
+    attentions = [(name, m) for name, m in model.named_modules() if isinstance(m, Attention)]
+    constants = {f"{at}.{name}": x for at, m in attentions for name, x in m.initial_constants().items()}
     for module_name, module in model.named_modules():
-        constants = module.initial_constants() if isinstance(module, Attention) else {}
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}"
             if loaded(parameter) or parameter in seen:  # tied ones are one parameter
                 continue
             seen.add(parameter)
-            if name in constants:
-                set_weight(parameter, torch.as_tensor(constants[name]))
+            if full_name in constants:
+                set_weight(parameter, torch.as_tensor(constants[full_name]))
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 parameter.fill_(1.0 if name == "weight" else 0.0)
             elif isinstance(module, nn.Linear) and name == "bias":

@@ -19,8 +19,9 @@ from lingpt.study.setting import setting_section
 
 PAGE = "README.md"
 MARKER = "<!-- Below this line `lingpt study` writes. Write above it: that part is kept. -->"
-MQAR, POSITIONS = "mqar/mqar-table.md", "positions.png"
-_OF_SCORES = ("table2.*", "suites.*", "positions.*")  # tables and figures
+MQAR = "mqar/mqar-table.md"
+POSITIONS = {"positions.png": "Loss by position", "within-documents.png": "Loss within documents"}
+_OF_SCORES = ("table2.*", "suites.*", *(f"{Path(name).stem}.*" for name in POSITIONS))  # tables and figures
 
 
 def write_page(
@@ -113,8 +114,8 @@ def _score_sections(study: Study, folder: Path, results: Sequence[Result]) -> li
     if tables:
         save_table2(results, folder)
     save_suites(results, folder, study.suites)
-    figure = [f"![Loss by position]({POSITIONS})"] if (folder / POSITIONS).exists() else []
-    return [table.section() for table in [*tables, *suite_tables(results, study.suites)]] + figure
+    figures = [f"![{title}]({name})" for name, title in POSITIONS.items() if (folder / name).exists()]
+    return [table.section() for table in [*tables, *suite_tables(results, study.suites)]] + figures
 
 
 def _mqar(folder: Path) -> str:

@@ -13,7 +13,7 @@ from lingpt.common.format import counted, duration, scaled, scaled_count
 from lingpt.common.run_folder import scores_file
 from lingpt.data import availability
 from lingpt.eval.harness import parse_task
-from lingpt.eval.language import PIECES, TOKENS
+from lingpt.eval.language import DOCUMENT_TOKENS, PIECES, TOKENS
 from lingpt.eval.recall.mqar import TRIALS_PER_GPU, Trial
 from lingpt.eval.recall.phrases import CHOICES, QUESTIONS
 from lingpt.eval.scores import read_results, task_key, text_key
@@ -159,6 +159,7 @@ def score_costs(study: Study, seq_len: int) -> dict[str, tuple[float, float]]:
         costs[task_key(name, shots, study.limit)] = each * questions, QUESTION_SECONDS * questions
     most = {
         "bits_per_byte": TOKENS,
+        "loss_within_documents": DOCUMENT_TOKENS,
         "loss_by_position": PIECES * study.max_length_factor * seq_len,
         "recall_phrases": QUESTIONS * CHOICES * seq_len,  # each of the four answers after the whole text
     }

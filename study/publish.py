@@ -20,7 +20,7 @@ from lingpt.study.page import MARKER, MQAR, PAGE, POSITIONS, check_page, save_pa
 from lingpt.study.portable import portable
 from lingpt.study.runs import StudyRun
 
-FILES = (STUDY, SUMMARY, f"{CURVES}.png", POSITIONS, "table2.md", "table2.json", "suites.md")
+FILES = (STUDY, SUMMARY, f"{CURVES}.png", *POSITIONS, "table2.md", "table2.json", "suites.md")
 MQAR_FILES = (MQAR, "mqar/mqar.json", "mqar/mqar.png")
 POINTS = 150  # training losses of a run; `curves` averages over 1/50 of a run, three of them
 

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "data": {"common"},
     "train": {"common", "plots", "kernels", "models", "data"},
     "eval": {"common", "plots", "kernels", "models", "data"},
-    "bench": {"common", "plots", "kernels", "models", "data", "train"},
+    "bench": {"common", "plots", "kernels", "models", "data", "train", "hf"},
     "study": {"common", "plots", "models", "data", "train", "eval"},
     "cli": set(FOLDERS),
 }

@@ -51,6 +51,9 @@ class TrainConfig:
     weight_decay: Annotated[float, Option(
         "decoupled weight decay, on matrices and the filter of a short convolution, not on biases, norms and "
         "a learnable b", least=0, most=1000)] = 0.1
+    z_loss: Annotated[float, Option(
+        "adds this · logsumexp(logits)² of each token to what is minimised, not to the losses that are shown "
+        "(PaLM: 1e-4)", least=0, most=1)] = 0.0
     seed: Annotated[int, Option(
         "seed of the initial weights and of the order of the samples", least=0, most=2**32 - 1)] = 0
     name: Annotated[str | None, Option(
@@ -64,8 +67,8 @@ class TrainConfig:
         "run is moved aside), a checkpoint folder resumes from that checkpoint", may_change=True)] = "auto"
     init_from: Annotated[str | None, Option(
         "start a new run from these weights: a Hugging Face folder (Pythia, Llama, SmolLM, Qwen), a model "
-        "folder, or a run's folder "
-        "(its newest checkpoint)", may_change=True)] = None
+        "folder, or a run's folder (its newest checkpoint). Sizes that the recipe does not give, nor a model "
+        "that it names, are those of this model", may_change=True)] = None
     teacher: Annotated[str | None, Option(
         "a run or a model folder that the run imitates, instead of learning the next token: "
         "`lingpt linearize`")] = None
@@ -263,6 +266,8 @@ def check(recipe: Recipe, world_size: int) -> None:
     t = recipe.train
     if taken := set(t.wandb_project) & set("/\\#?%:"):
         raise UserError(f"train.wandb_project is {t.wandb_project}; it must be text without {taken.pop()!r}")
+    if t.z_loss and t.teacher is not None:
+        raise UserError("train.z_loss is for the loss of the next token: leave it out, or train.teacher")
     if t.muon_learning_rate is not None and t.optimizer != "muon":
         raise UserError("train.muon_learning_rate is for train.optimizer muon: leave it out, or give that")
     if t.min_learning_rate > t.learning_rate:

@@ -24,7 +24,7 @@ from lingpt.train.loss import NextTokenLoss, cross_entropy_sum, inputs_and_targe
 def training_loss(recipe: Recipe, gpt: GPT, compiled: bool) -> nn.Module:
     """The loss that the recipe trains `gpt` with; UserError if its teacher is of other sizes."""
     if recipe.train.teacher is None:
-        return NextTokenLoss(gpt, compiled)
+        return NextTokenLoss(gpt, compiled, recipe.train.z_loss)
     teacher = load_model(find_model_folder(Path(recipe.train.teacher)), device=gpt.lm_head.weight.device)
     sizes = ("n_layer", "n_embd", "padded_vocab_size")
     for name in sizes if recipe.train.imitate == "attention" else sizes[2:]:

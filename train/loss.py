@@ -7,6 +7,7 @@ al. 2024, "Liger Kernel"). Compiled, a chunk's logits are read once or twice and
 once, both in the products' dtype: the fp32 softmax stays in registers. On a GPU our own kernel does that.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 
@@ -22,17 +23,18 @@ from lingpt.train.compilation import compile_options
 # Maximum logits per chunk: 512 MB in bf16. Each chunk reads and writes the fp32 gradient of the whole weight.
 CHUNK_ELEMENTS = 2**28
 SMALL_EMBD = 1024  # up to here twice as many: small models need many rows to fill a large GPU
-LossAndGradient = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+LossAndGradient = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # of a chunk's logits and targets
 
 
 class NextTokenLoss(nn.Module):
     """`[B, N+1]` token ids, or packed documents (`data.Batch`) → the sum over all targets of −log p(token |
     the tokens before), nats.
 
-    compiled: each chunk's logits are processed by one kernel; on a GPU the gradient overwrites them.
+    compiled: each chunk's logits are processed by one kernel; on a GPU the gradient overwrites them. z_loss:
+    adds z_loss · logsumexp(logits)² of each target, to the gradient alone (kernels/cross_entropy.py).
     """
 
-    def __init__(self, gpt: GPT, compiled: bool = False) -> None:
+    def __init__(self, gpt: GPT, compiled: bool = False, z_loss: float = 0.0) -> None:
         super().__init__()
         self.gpt = gpt
         self.chunk_loss: LossAndGradient = loss_and_gradient
@@ -43,6 +45,8 @@ class NextTokenLoss(nn.Module):
             ).cross_entropy_in_place
         elif compiled:
             self.chunk_loss = torch.compile(loss_and_gradient, **compile_options())
+        if z_loss:
+            self.chunk_loss = functools.partial(self.chunk_loss, z_loss=z_loss)
 
     def forward(self, batch: torch.Tensor | Batch) -> torch.Tensor:
         idx_BN, targets_BN, cu_seqlens = inputs_and_targets(batch)

@@ -9,9 +9,10 @@ from typing import Any
 from lingpt.common.arguments import ConfigFile, Layer, read_layers
 from lingpt.common.errors import UserError, nearest
 from lingpt.common.options import build, options_of
-from lingpt.common.run_folder import CONFIG
+from lingpt.common.run_folder import CONFIG, find_model_folder
 from lingpt.data.paths import expand
-from lingpt.models import ModelArgs
+from lingpt.models import MODELS, Config, ModelArgs, check_source, read_model_config
+from lingpt.models.architecture import Architecture
 from lingpt.models.attention import attention_options
 from lingpt.train.config import Recipe
 
@@ -49,9 +50,10 @@ def parse_recipe(words: Sequence[str], verb: str = "train", about: str = "", sho
         raise UserError("--train.max_steps and --train.max_tokens both say how long to train: give one")
     values = _merged(layers)
     values |= {key: str(expand(path)) for key in _PATHS if (path := str(values.get(key, ""))).startswith("~")}
-    recipe = build(Recipe, values)
+    sizes = _sizes_of_source(values)
+    recipe = build(Recipe, sizes | {k: v for k, v in values.items() if k not in sizes or v is not None})
     if recipe.train.name is None:
-        name = _run_name(recipe, layers[0])
+        name = _run_name(recipe, layers[0], sizes)
         recipe.train.name = None if name == recipe.run_name else name
     return recipe
 
@@ -66,9 +68,28 @@ def _merged(layers: Sequence[Layer]) -> dict[str, Any]:
     return values
 
 
-def _run_name(recipe: Recipe, first: Layer) -> str:
-    """The run's name: `<recipe>-<attention>…` and the sizes that are not those of the first file."""
-    in_file, of = build(Recipe, first.values if first.file else {}), recipe.model.name
+def _sizes_of_source(values: dict[str, Any]) -> dict[str, Any]:
+    """Name and sizes of the model of `train.init_from`, those that its name does not say. Empty if the recipe
+    names a model that ships, or if there is no model: a new run then says so when it starts."""
+    source = values.get("train.init_from")
+    if source is None or values.get("model.name") in MODELS:
+        return {}
+    try:
+        folder = find_model_folder(Path(source), verify=False)
+        check_source(folder)
+    except (UserError, OSError):
+        return {}
+    config = read_model_config(folder)
+    named = Config.from_name(config.name).to_dict() if config.name in MODELS else {}
+    sizes = {size: getattr(config, size) for size in options_of(Architecture)}
+    known = {f"model.{size}": value for size, value in sizes.items() if value != named.get(size)}
+    return known | {"model.name": config.name}
+
+
+def _run_name(recipe: Recipe, first: Layer, sizes: dict[str, Any]) -> str:
+    """The run's name: `<recipe>-<attention>…` and the sizes that are not those of the first file, or else
+    these `sizes`."""
+    in_file, of = build(Recipe, sizes | (first.values if first.file else {})), recipe.model.name
     if first.file and _names_its_run(first):
         of = first.file.stem if of == in_file.model.name else f"{first.file.stem}-{of}"
     return "-".join([recipe.default_name(of), *_sizes_given(recipe.model, in_file.model)])

@@ -56,7 +56,7 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
         raise UserError("train.teacher needs whole models, which fsdp splits: use --train.strategy ddp")
     if not recipe.train.dry_run:
         check_machine(machine, gpt, recipe)
-        check_init_from(recipe)
+        check_init_from(recipe, gpt.config)
         if machine.accelerator == "cpu":  # on a GPU it takes a context, so there each process checks its own
             attention_kernels(gpt.config, torch.device("cpu"), machine.precision)
     return gpt, machine, why

@@ -126,7 +126,8 @@ class Attention(Fp32Buffers, ABC):
         """An empty decoding state, which the layer's forward updates in place."""
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
-        """Initial values of the parameters that are neither in linear layers nor in norms, by name."""
+        """Initial values by name: of the parameters that are neither in linear layers nor in norms, and of
+        linear layers that are not drawn."""
         return {}
 
     def reset_buffers(self, device: torch.device) -> None:

@@ -14,6 +14,8 @@ Its options are not in the paper; `ours-decay` and `ours-gated` have them too:
                     LayerNorm removes any factor per token, such as the normaliser; a and b may then have any
                     size and sign. It learns as well (docs/results/gate/learning)
     short_conv      a causal convolution of width 4 over q, k and v (short_conv.py)
+    input_gate      each token's v, convolved, times 2·sigmoid(x·w_h), a number per head that starts at 1; the
+                    normaliser does not count it
     conv_silu       a SiLU after it, as in FLA's GLA layer and in Mamba-2 (arXiv 2405.21060)
     constant        false (only without the normaliser): a = 0. `ours-decay` is then RetNet's retention (arXiv
                     2307.08621) with unit q and k, `ours-gated` simple GLA, the same as Mamba-2's SSD
@@ -74,6 +76,7 @@ class OursAttention(QKVAttention):
             ),
         ] = None,
         short_conv: Annotated[bool, SHORT_CONV] = False,
+        input_gate: Annotated[bool, Option("scale each token's v in `ours*`, by a number per head")] = False,
         conv_silu: Annotated[bool, Option("a SiLU after the convolution of `ours*`, as in `gla`")] = False,
         constant: Annotated[
             bool,
@@ -96,6 +99,7 @@ class OursAttention(QKVAttention):
         self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
         self.a_offset = nn.Parameter(torch.zeros(config.n_head)) if free_a else None
         self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if short_conv else None  # [4, W]
+        self.input_gate = nn.Linear(config.n_embd, config.n_head, bias=False) if input_gate else None
         self.add_output_gate(output_gate, gate_activation)
         self.add_qk_norm(config.norm_qk)
         self.register_buffer("log_decay", None, persistent=False)
@@ -181,8 +185,18 @@ class OursAttention(QKVAttention):
     def packed_qkv(
         self, x_BNC: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
-        """qkv `[B, N, 3, H, D]`, convolved; updates the state's `conv`. A view of the projection's output, or
-        a copy in which k and v are repeated for all heads of q that share them."""
+        """qkv `[B, N, 3, H, D]`, convolved, v behind its gate; updates the state's `conv`. A view of the
+        projection's output, or a copy in which k and v are repeated for all heads of q that share them."""
+        qkv = self.convolved_qkv(x_BNC, state, cu_seqlens)
+        if self.input_gate is None:
+            return qkv
+        qk, v = qkv.split((2, 1), dim=2)
+        return torch.cat((qk, gate_values(v, self.input_gate(x_BNC).unsqueeze(2))), dim=2)
+
+    def convolved_qkv(
+        self, x_BNC: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`packed_qkv` before the gate of v."""
         H, G, D = self.config.n_head, self.config.n_query_groups, self.config.head_size
         rows = self.qkv(x_BNC)
         if self.conv is not None:
@@ -225,6 +239,8 @@ class OursAttention(QKVAttention):
         saved = 4 * width + 2 * H  # qkv, o, and the normaliser in fp32
         if self.conv is not None:
             saved += projected * (2 if self.conv_silu else 1)  # the convolution's input, and the SiLU's
+        if self.input_gate is not None:
+            saved += projected + H  # what it multiplies, and the gate
         if self.q_norm is not None:
             saved += projected  # the norms' input
         if self.gate_proj is not None:
@@ -242,4 +258,10 @@ class OursAttention(QKVAttention):
         return RecurrentState()
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
-        return {"a_offset": 0.0, "b_offset": 0.0, "conv": identity_filter(sum(self.config.qkv_sizes))}
+        conv = identity_filter(sum(self.config.qkv_sizes))
+        return {"a_offset": 0.0, "b_offset": 0.0, "conv": conv, "input_gate.weight": 0.0}
+
+
+def gate_values(v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """v `[…, H, D]` times 2·sigmoid of the gate `[…, H]`."""
+    return v * (2 * torch.sigmoid(gate)).unsqueeze(-1).to(v.dtype)

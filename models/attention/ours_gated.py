@@ -16,7 +16,7 @@ from torch import nn
 from lingpt.kernels.linear_attention.call import logarithm_of_gate
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import RecurrentState, is_plain_linear
-from lingpt.models.attention.ours import OursAttention
+from lingpt.models.attention.ours import OursAttention, gate_values
 from lingpt.models.attention.ours_decay import log_decay
 from lingpt.models.attention.short_conv import apply_short_conv
 
@@ -42,8 +42,7 @@ class OursGatedAttention(OursAttention):
         If one of the layers is more than its weights (LoRA, a parametrisation, a hook), or q, k and v are
         not packed, both are called instead.
         """
-        plain = is_plain_linear(self.qkv) and is_plain_linear(self.decay_proj)
-        if state is None and plain and self.is_packed:
+        if state is None and self.is_packed and all(map(is_plain_linear, self.projections())):
             gates = {"gate_bias": self.decay_bias, "head_size": self.config.head_size}
             return self.project_qkv_and_decay(x_BNC, cu_seqlens), gates
         log_decay = logarithm_of_gate(self.decay_proj(x_BNC), self.decay_bias)
@@ -52,16 +51,30 @@ class OursGatedAttention(OursAttention):
     def project_qkv_and_decay(
         self, x_BNC: torch.Tensor, cu_seqlens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`[B, N, 3·H·D + P]`: q, k and v (convolved), the gates before their bias, and zeros as padding."""
-        H, fill = self.config.n_head, self.row_fill()
-        weight = F.pad(torch.cat((self.qkv.weight, self.decay_proj.weight)), (0, 0, 0, fill))
-        bias = None if self.qkv.bias is None else F.pad(self.qkv.bias, (0, H + fill))
+        """`[B, N, 3·H·D + P]`: q, k and v (convolved), the gates before their bias, those of v, if it has
+        some, and zeros as padding."""
+        fill = self.row_fill()
+        weight = F.pad(torch.cat([layer.weight for layer in self.projections()]), (0, 0, 0, fill))
+        bias = None if self.qkv.bias is None else F.pad(self.qkv.bias, (0, self.gates() + fill))
         rows = F.linear(x_BNC, weight, bias)
-        if self.conv is None:
+        if self.conv is not None:
+            rows = apply_short_conv(
+                rows, self.conv, cu_seqlens=cu_seqlens, silu=self.conv_silu, context=self.context
+            )
+        if self.input_gate is None:
             return rows
-        return apply_short_conv(
-            rows, self.conv, cu_seqlens=cu_seqlens, silu=self.conv_silu, context=self.context
-        )
+        H, D = self.config.n_head, self.config.head_size
+        qk, v, decay, behind = rows.split((2 * H * D, H * D, H, H + fill), dim=2)
+        v = gate_values(v.unflatten(2, (H, D)), behind[..., :H]).flatten(2)
+        return torch.cat((qk, v, decay, behind), dim=2)
+
+    def projections(self) -> list[nn.Linear]:
+        """The layers whose products are one."""
+        return [self.qkv, self.decay_proj, *([self.input_gate] if self.input_gate is not None else [])]
+
+    def gates(self) -> int:
+        """The number of gates after q, k and v."""
+        return self.config.n_head * (len(self.projections()) - 1)
 
     def row_fill(self) -> int:
         """The number of zeros after the gates, which pad rows to whole 128-byte cache lines (in 16-bit
@@ -70,14 +83,14 @@ class OursGatedAttention(OursAttention):
         The kernel and tensor cores need multiples of 16 bytes only, but padding to no more is the likely
         cause of a slower step of pythia-1.4b (docs/results/training).
         """
-        H, D = self.config.n_head, self.config.head_size
-        return -(3 * H * D + H) % CACHE_LINE
+        return -(3 * self.config.n_head * self.config.head_size + self.gates()) % CACHE_LINE
 
     def saved_activations_per_token(self) -> int:
         # Three fp32 numbers per head that the kernel derives from the gates; the columns after q, k and v,
-        # once more if they pass through the convolution.
+        # once more for each of convolution and input gate that they pass through.
         H = self.config.n_head
-        behind = (H + self.row_fill()) * (1 if self.conv is None else 2) if self.is_packed else H
+        copies = 1 + (self.conv is not None) + (self.input_gate is not None)
+        behind = (self.gates() + self.row_fill()) * copies if self.is_packed else H
         return super().saved_activations_per_token() + 6 * H + behind
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:

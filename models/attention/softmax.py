@@ -8,6 +8,7 @@ training uses: `flash` is FlashAttention-2, the paper's baseline.
 `softmax_conv` and `softmax_gate` are the counterparts of `short_conv` and `output_gate` of `ours*`. They have
 their own names, because a hybrid's softmax layers are plain, but a fair comparison with a hybrid needs them.
 `softmax_qk_norm` is QK-norm (arXiv 2302.05442): an RMS norm with a gain on each head's q and k, before RoPE.
+With `softmax_window` a token sees only so many tokens, the last of which is itself; the cache keeps all.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from torch.nn.attention.bias import causal_lower_right
 from lingpt.common.errors import UserError
 from lingpt.common.options import Option
 from lingpt.kernels.numerics import first_tokens
-from lingpt.kernels.sdpa import packed_attention, sdpa_choice, sdpa_with_logsumexp
+from lingpt.kernels.sdpa import causal_mask, packed_attention, sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import GATE_ACTIVATION, ConvState, GateActivation, QKVAttention
 from lingpt.models.attention.short_conv import WIDTH, apply_short_conv, identity_filter
@@ -71,6 +72,13 @@ class StaticPosition:
         least = torch.finfo(dtype).min / 2  # half: leaves room for a score, and for another log base
         mask = torch.zeros(keys, dtype=dtype, device=index.device).masked_fill(behind, least)
         return cls(index, mask.view(1, 1, 1, keys))
+
+    def mask_of(self, window: int | None) -> torch.Tensor:
+        """The mask, with a window also of the tokens before it."""
+        if window is None:
+            return self.mask
+        before = torch.arange(self.mask.shape[-1], device=self.index.device) <= self.index - window
+        return self.mask.masked_fill(before, torch.finfo(self.mask.dtype).min / 2)
 
 
 @dataclass
@@ -139,18 +147,30 @@ class SoftmaxAttention(QKVAttention):
         ] = False,
         gate_activation: Annotated[GateActivation, GATE_ACTIVATION] = "silu",
         softmax_qk_norm: Annotated[bool, Option("RMS norms with a gain on q and k of `softmax`")] = False,
+        softmax_window: Annotated[
+            int | None,
+            Option("tokens that a token of `softmax` sees, itself among them; all by default", least=1),
+        ] = None,
     ) -> None:
         super().__init__(config, layer_idx)
         own_norm = softmax_qk_norm and not config.norm_qk
-        self.sdpa, self.hf_exportable = sdpa, not (softmax_conv or softmax_gate or own_norm)
+        self.sdpa, self.window = sdpa, softmax_window
+        self.hf_exportable = not (softmax_conv or softmax_gate or own_norm or softmax_window)
         self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if softmax_conv else None  # [4, W]
         self.add_output_gate(softmax_gate, gate_activation)
         self.add_qk_norm(softmax_qk_norm or config.norm_qk)
 
     @classmethod
+    def check(cls, config: Architecture, *, sdpa: str, softmax_window: int | None, **_: Any) -> None:
+        if softmax_window is not None and sdpa not in ("auto", "flash"):
+            raise UserError(f"sdpa={sdpa} has no softmax_window: use flash, or auto")
+
+    @classmethod
     def kernel_name(
-        cls, config: Architecture, device: torch.device, dtype: torch.dtype, *, sdpa: str, **_: Any
+        cls, config: Architecture, device: torch.device, dtype: torch.dtype, *, sdpa: str, **options: Any
     ) -> str:
+        if options["softmax_window"] is not None:
+            return "flash" if device.type == "cuda" and dtype.itemsize == 2 else "a mask"
         heads = config.n_head, config.n_query_groups
         with torch.enable_grad(), warnings.catch_warnings(record=True) as reasons, _forced_kernel(sdpa):
             warnings.simplefilter("always")
@@ -190,26 +210,27 @@ class SoftmaxAttention(QKVAttention):
         if self.context is not None and state is None:
             k, v = self.context.up_to_here(torch.stack((k, v), dim=2)).unbind(2)
             mask = causal_lower_right(N, k.shape[1])  # a kernel's option; no tensor
+            if cu_seqlens is not None or self.window is not None:
+                mask = causal_mask(N, k.shape[1], self.window, k.device)
             if cu_seqlens is not None:
                 document = self.context.up_to_here(first_tokens(cu_seqlens, len(k), N).int()).cumsum(1)
-                same = document[:, -N:, None] == document[:, None]
-                mask = same.tril(k.shape[1] - N)[:, None]
-        elif cu_seqlens is not None:
-            if state is not None:
+                mask = (mask & (document[:, -N:, None] == document[:, None]))[:, None]
+        elif cu_seqlens is not None or (self.window is not None and state is None):
+            if state is not None and cu_seqlens is not None:
                 state.append(k.transpose(1, 2), v.transpose(1, 2))
                 first = first_tokens(cu_seqlens, len(k), N)
                 state.start = (first * torch.arange(N, device=first.device)).amax(1)
-            return self.gate_and_project(packed_attention(q, k, v, cu_seqlens, scale), x_BNC)
+            return self.gate_and_project(packed_attention(q, k, v, cu_seqlens, scale, self.window), x_BNC)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H or G, N, D], SDPA's order
         if state is not None:
             k, v = state.append(k, v)
             if state.static is not None:
-                o = split_kv_attention(q, k, v, state.static.mask.to(q.dtype), scale)
+                o = split_kv_attention(q, k, v, state.static.mask_of(self.window).to(q.dtype), scale)
                 return self.gate_and_project(o.transpose(1, 2), x_BNC)
             keys = k.shape[2]
-            if 1 < N < keys or state.start is not None:
+            if 1 < N < keys or state.start is not None or keys > (self.window or keys):
                 # SDPA's own causal mask starts at the first key, not the first new one.
-                mask = torch.ones(N, keys, dtype=torch.bool, device=q.device).tril(keys - N)
+                mask = causal_mask(N, keys, self.window, q.device)
             if mask is not None and state.start is not None:
                 mask = mask & (torch.arange(keys, device=q.device) >= state.start[:, None, None, None])
         with self._kernel(decoding=state is not None):
@@ -226,8 +247,9 @@ class SoftmaxAttention(QKVAttention):
         return _forced_kernel(self.sdpa if self.training else "auto")
 
     def flops_per_token(self, seq_len: int) -> int:
-        # q·k and p·v, two FLOPs each, over half of the N × N square
-        return 2 * seq_len * self.config.qkv_sizes[0]
+        # q·k and p·v, two FLOPs each, over half of the N × N square, less what is before the window
+        before = max(0, seq_len - (self.window or seq_len))
+        return 2 * (seq_len**2 - before**2) * self.config.qkv_sizes[0] // seq_len
 
     def saved_activations_per_token(self) -> int:
         q, k, v = self.config.qkv_sizes

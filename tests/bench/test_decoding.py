@@ -41,7 +41,11 @@ def test_the_command_measures_every_attention(tmp_path: Path, capsys):
     assert not any(row["graph"] for row in saved["rows"]), "a CPU has no CUDA graphs"
 
     sizes = {
-        form: [results.row("demo", form, batch, n, False).state_bytes for batch in (1, 2) for n in (16, 64)]
+        form: [
+            results.row("demo", form, batch, n, False, False).state_bytes
+            for batch in (1, 2)
+            for n in (16, 64)
+        ]
         for form in FORMS
     }
     token = 2 * 4 * 128 * 4  # keys and values of 4 layers, 128 dimensions of 4 bytes
@@ -112,6 +116,23 @@ def test_eager_steps_stand_beside_graphs(tmp_path: Path, monkeypatch: pytest.Mon
     results.draw(tmp_path)
     picture = (tmp_path / "decode.svg").read_text()
     assert "ours, batch 1, graph" in picture and "ours, batch 1, eager" in picture
+
+
+def test_an_export_decodes_with_the_same_state(tmp_path: Path):
+    """Guards: the comparison with transformers' `generate` is of the same model, tokens and context."""
+    options = ["--model", "demo", "--contexts", "16", "--batch_sizes", "2", "--device", "cpu"]
+    for more in ([], ["--transformers", "true", "--append", "true"]):
+        assert main(["bench", "decode", *options, "--out", str(tmp_path), *more]) == 0
+    rows = DecodeResults.load(tmp_path / "decode.json").rows
+    own, exported = (
+        {r.attention: r for r in rows if r.transformers is is_export} for is_export in (False, True)
+    )
+    assert own.keys() == exported.keys() and len(own) == len(FORMS)
+    for form, row in exported.items():
+        assert row.status == "ok" and 0 < row.fastest_ms <= row.ms and row.tokens == own[form].tokens
+        assert row.step == "transformers"
+        if form in ("ours", SHORT_CONV, "gla"):  # a cache of keys and values has room for more
+            assert row.state_bytes == own[form].state_bytes
 
 
 @pytest.mark.gpu
@@ -200,4 +221,4 @@ def test_another_benchmarks_file_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="holds no results of `lingpt bench decode`"):
         DecodeResults.load(path)
     DecodeResults({}, [DecodeRow("demo", "ours", 1, 16)]).save(path)
-    assert DecodeResults.load(path).row("demo", "ours", 1, 16, False) is not None
+    assert DecodeResults.load(path).row("demo", "ours", 1, 16, False, False) is not None

@@ -298,6 +298,49 @@ def test_a_tokenizer_that_does_not_fit_says_what_to_add(project, capsys):
     assert main([*words, "--model.vocab_size", size, "--train.max_steps", "1"]) == 0
 
 
+def test_another_end_of_text_goes_all_the_way(project, capsys):
+    """Guards: a tokenizer whose documents end with `<stop>`, which generation and export do not know. The
+    checkpoint's config names it, so that generation stops and transformers has it."""
+    from transformers import AutoTokenizer
+
+    from lingpt.data.tokenizer import train_bpe
+
+    text = train_bpe(["number 1 is followed by number 2"] * 9, 300).raw.to_str()
+    Path("tokenizer.json").write_text(text.replace("<|endoftext|>", "<stop>"))
+    words = ["train", "--config", "tiny.yaml", "--data.tokenizer", "tokenizer.json"]
+    assert "name its own with --data.end_token" in complaint(capsys, *words)
+    assert main([*words, "--data.end_token", "<stop>"]) == 0
+    assert main(["export", "runs/tiny-ours", "own"]) == main(["export", "runs/tiny-ours", "hf", "--hf"]) == 0
+    capsys.readouterr()
+    for model in ("runs/tiny-ours", "own", "hf"):
+        assert main(["generate", model, "--max_new_tokens", "8", "--device", "cpu"]) == 0
+    texts = capsys.readouterr().out
+    assert texts and texts == 3 * texts[: len(texts) // 3]
+    theirs = AutoTokenizer.from_pretrained("hf")
+    model = json.loads(Path("hf/config.json").read_text())
+    assert (theirs.eos_token, theirs.eos_token_id, model["eos_token_id"]) == ("<stop>", 0, 0)
+
+
+def test_a_folder_of_transformers_gives_the_sizes(project, capsys):
+    """Training starts from a Llama without a word about its sizes; a recipe that names another model is a
+    line before any work."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 96, "vocab_size": 2048, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).save_pretrained("llama")
+    words = ["train", "--config", "tiny.yaml", "--train.init_from", "llama"]
+    line = complaint(capsys, *words)
+    assert "llama is another model than 'demo': n_layer is 2, not 4, n_embd is 64, not 128" in line
+    recipe = yaml.safe_load(Path("tiny.yaml").read_text())
+    recipe["model"] = {"attention": "ours-gated"}
+    Path("tiny.yaml").write_text(yaml.safe_dump(recipe))
+    for _ in range(2):  # the second time it resumes
+        assert main(words) == 0
+        out = capsys.readouterr().out
+    assert "step 4 of 4" in out and Path("runs/tiny-ours-gated").is_dir()
+
+
 def test_a_line_of_the_corpus_that_is_not_json(project, capsys):
     (project / "bad.jsonl").write_text('{"text": "one"}\n{"text": \n')
     assert "bad.jsonl" in (

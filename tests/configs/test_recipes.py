@@ -1,10 +1,15 @@
 """Every shipped YAML is loaded against the dataclasses, and has the numbers of the paper's recipe."""
 
+import json
+from pathlib import Path
+
 import pytest
 import yaml
 
 from lingpt.common.errors import UserError
-from lingpt.models import GPT
+from lingpt.common.options import options_of
+from lingpt.models import GPT, Config, read_model_config, save_model
+from lingpt.models.architecture import Architecture
 from lingpt.train import Recipe
 from lingpt.train.config import check
 from lingpt.train.distributed.strategy import choose_strategy
@@ -70,6 +75,38 @@ def test_a_home_folder_is_written_out(monkeypatch):
     for blank in ("", " "):
         with pytest.raises(UserError, match=r"train\.out_dir is .*; it must be text that is not blank"):
             parse_recipe(["--train.out_dir", blank])
+
+
+@pytest.fixture
+def smollm(tmp_path) -> Path:
+    """The config of a small Llama, as transformers writes it."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 160, "max_position_embeddings": 96, "vocab_size": 320}
+    (tmp_path / "smollm").mkdir()
+    (tmp_path / "smollm/config.json").write_text(json.dumps({"model_type": "llama"} | sizes))
+    return tmp_path / "smollm"
+
+
+def test_the_sizes_are_those_of_init_from(smollm, tmp_path):
+    """Guards: a recipe that had to name what the folder says, from n_layer to rope_base."""
+    words = ["--train.init_from", str(smollm), "--model.attention", "hybrid"]
+    recipe, theirs = parse_recipe(words), read_model_config(smollm)
+    ours = recipe.model.config()
+    assert all(getattr(ours, size) == getattr(theirs, size) for size in options_of(Architecture))
+    assert recipe.run_name == "smollm-hybrid" and len(recipe.model.attention) == 5
+    (tmp_path / "mine.yaml").write_text("model: {name: mine, block_size: 64}")
+    recipe = parse_recipe([*words, "--config", str(tmp_path / "mine.yaml"), "--model.n_layer", "4"])
+    assert (recipe.model.name, recipe.run_name) == ("mine", "mine-hybrid-n_layer_4")
+    assert (recipe.model.n_layer, recipe.model.n_embd, recipe.model.block_size) == (4, 64, 64)
+    missing = parse_recipe(["--train.init_from", str(tmp_path / "gone")])
+    assert missing.model == parse_recipe([]).model  # a run that resumes does not need it
+
+
+def test_a_model_that_ships_keeps_its_name_alone(tmp_path):
+    """Guards: runs from a Pythia's weights, whose recipes had no sizes, refused as others."""
+    save_model(GPT.create(Config.from_name("demo", attention="softmax"), seed=0), tmp_path / "own")
+    given, plain = parse_recipe(["--train.init_from", str(tmp_path / "own")]), parse_recipe([])
+    assert given.model == plain.model and given.run_name == plain.run_name
 
 
 def test_the_recipes_of_the_readme_ship():

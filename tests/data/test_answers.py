@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import datasets
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig, Tokenizer, prepare
@@ -40,12 +43,9 @@ def chat(tokenizer: Tokenizer, tmp_path: Path) -> Path:
 def config(lines: list, tokenizer: Path, **values) -> DataConfig:
     path = tokenizer / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return DataConfig(
-        source=str(path),
-        tokenizer=str(tokenizer),
-        seq_len=256,
-        **{"rows": "answers", "packing": "documents", "cache_dir": str(tokenizer / "cache"), **values},
-    )
+    usual = {"source": str(path), "rows": "answers", "packing": "documents"}
+    usual["cache_dir"] = str(tokenizer / "cache")
+    return DataConfig(tokenizer=str(tokenizer), seq_len=256, **usual | values)
 
 
 def test_only_answers_are_learned(chat):
@@ -74,6 +74,55 @@ def test_only_answers_are_learned(chat):
     assert answers == ["By the river.<|endoftext|>\n", "Beyond it.<|endoftext|>\n"]
 
 
+def test_the_same_rows_give_the_same_tokens_whatever_the_container(chat, tmp_path):
+    """Guards: `--data.rows answers` of JSONL alone. A table has every column in every row: null is absent."""
+    keys = ("prompt", "completion", "messages")
+    rows: list[dict] = [dict.fromkeys(keys) | row for row in ROWS]
+    table = pa.Table.from_pylist(rows * 3).append_column("n", pa.array(range(6)))
+    (tmp_path / "parts").mkdir()
+    parquet.write_table(table, tmp_path / "parts/0.parquet")
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    expected = prepare(config(ROWS * 3, chat), progress=False)
+    for source in ("parts", "parts/*.parquet", "saved", "hf:saved"):
+        at = f"hf:{tmp_path / 'saved'}" if source == "hf:saved" else str(tmp_path / source)
+        found = prepare(config([], chat, source=at), progress=False)
+        for ours, theirs in ((found.train, expected.train), (found.val, expected.val)):
+            assert ours.stream(0, 10**6).tolist() == theirs.stream(0, 10**6).tolist(), source
+
+
+@pytest.mark.parametrize(
+    ("columns", "error"),
+    [
+        ({"text": ["a"]}, r"has no messages, or prompt and completion \(it has text\): every row must have"),
+        ({"prompt": ["a"], "n": [1]}, r"has no messages, or prompt and completion \(it has prompt, n\)"),
+        (
+            {"prompt": ["a", "b"], "completion": ["c", None]},
+            "row 2 has no messages, or prompt and completion",
+        ),
+        ({"prompt": ["a", "b"], "completion": ["c", ""]}, "row 2 has no answer"),
+        ({"messages": ["a"]}, "row 1 has no messages"),
+        (
+            {"prompt": pa.array([b"\xff"]).view(pa.string()), "completion": ["c"]},
+            "rows 1 to 1 are not all UTF-8",
+        ),
+    ],
+)
+def test_a_table_without_answers_gets_one_line(chat, tmp_path, columns, error):
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=f"a.parquet,? {error}") as raised:
+        prepare(config([], chat, source=str(tmp_path / "a.parquet")), progress=False)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("source", ["embedded", "one.txt"])
+def test_text_has_no_answers(chat, tmp_path, monkeypatch, source):
+    """Guards: a traceback from a text that was taken for JSON."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.txt").write_text("A heron.")
+    with pytest.raises(UserError, match=f"{source} .*without prompts and answers"):
+        prepare(config([], chat, source=source), progress=False)
+
+
 def test_the_template_identifies_the_data(chat):
     before = prepare(config(ROWS * 3, chat), progress=False).fingerprint
     settings = chat / "tokenizer_config.json"
@@ -84,7 +133,7 @@ def test_the_template_identifies_the_data(chat):
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        ({"text": "a"}, "rows.jsonl, line 1 has no messages, or prompt and completion: every line must be"),
+        ({"text": "a"}, "rows.jsonl, line 1 has no messages, or prompt and completion: every row must have"),
         ({"prompt": "a", "completion": 3}, "line 1 has no answer, or what is not text"),
         ({"prompt": "a", "completion": ""}, "has no answer"),
         ({"messages": [{"role": "user", "content": "a"}]}, "has no answer"),

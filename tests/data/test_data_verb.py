@@ -65,7 +65,10 @@ def test_statistics_and_dedup(
     lines = [line for text in some for line in text.splitlines() if line.strip()]
     copies = [1 - len(set(items)) / len(items) for items in ([t for t in some if t.strip()], lines)]
     assert f"duplicates   {copies[0]:.2%} of documents, {copies[1]:.2%} of lines\n" in out
-    assert "empty        1 documents" in out and f"  {some[0][:30]}" in out
+    empty = next(number for number, text in enumerate(some, 1) if not text.strip())
+    copy = next(number for number, text in enumerate(some, 1) if text.strip() and text in some[: number - 1])
+    assert "empty        1 documents" in out and f"  document {empty} is empty\n" in out
+    assert f"  document {copy} is a copy: {some[copy - 1][:30]}" in out
     assert "…" in out.split("tokens a document:")[1] and sum(
         int(line.rsplit(maxsplit=1)[-1]) for line in out.split("document:\n")[1].splitlines() if "…" in line
     ) == len(lengths)

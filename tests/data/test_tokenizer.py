@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from lingpt.common.errors import UserError
-from lingpt.data import Tokenizer, load_tokenizer
+from lingpt.data import DataConfig, Tokenizer, load_tokenizer, prepare
 from lingpt.data.tokenizer import embedded_tokenizer, train_bpe
 
 ANY_TEXT = "naïve 水 🙂\u200d\n\n\tdef f():\r\n  x = '\\u0000'\x00 ﷽ e\u0301 <|endoftext|> end"
@@ -125,11 +125,62 @@ def test_a_path_with_no_tokenizer_is_not_looked_for_on_the_hub(monkeypatch, path
     assert "log in" not in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path):
-    """Nothing could separate the documents."""
-    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"has no token <\|endoftext\|>"):
+def special(tokenizer, *tokens: str) -> tokenizers.Tokenizer:
+    """`tokenizer` with these special tokens instead of `<|endoftext|>`, the first one with its id."""
+    raw = tokenizers.Tokenizer.from_str(tokenizer.raw.to_str().replace("<|endoftext|>", tokens[0]))
+    raw.add_special_tokens(list(tokens))
+    return raw
+
+
+@pytest.mark.parametrize("end", ["<|end_of_text|>", "</s>", "<eos>"])
+def test_the_end_of_text_has_the_tokenizer_s_own_name(tokenizer, tmp_path: Path, end):
+    """Guards: Llama's tokenizers, refused for their name of it. A document may contain it."""
+    special(tokenizer, end, "<s>").save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    text = f"an {end} b{end}c"
+    (ids,) = loaded.encode_documents([text])
+    assert (loaded.end_token, loaded.eos_id) == (end, 0)
+    assert 0 not in ids and loaded.decode(ids) == text and loaded.encode(text).count(0) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<|im_end|>"}),
+        ("tokenizer_config.json", {"eos_token": {"content": "<|im_end|>", "lstrip": False}}),
+        ("generation_config.json", {"eos_token_id": 320}),
+        ("generation_config.json", {"eos_token_id": [320, 0]}),
+    ],
+)
+def test_a_config_beside_the_tokenizer_names_the_end_of_text(tokenizer, tmp_path: Path, name, values):
+    """Wherever the tokenizer is saved or sent, it is the same; the tokens that it makes are others."""
+    special(tokenizer, "<|endoftext|>", "<|im_end|>").save(str(tmp_path / "tokenizer.json"))
+    before = load_tokenizer(tmp_path)
+    (tmp_path / name).write_text(json.dumps(values))
+    loaded = load_tokenizer(tmp_path)
+    assert (before.end_token, loaded.end_token, loaded.eos_id) == ("<|endoftext|>", "<|im_end|>", 320)
+    assert loaded.hash != before.hash
+    saved = loaded.save(tmp_path / "elsewhere")
+    for again in (load_tokenizer(saved), pickle.loads(pickle.dumps(loaded))):
+        assert (again.end_token, again.hash) == (loaded.end_token, loaded.hash)
+    assert load_tokenizer(tmp_path, "<|endoftext|>").hash == before.hash  # a user's word comes first
+    (tmp_path / name).write_text(json.dumps({"eos_token": "<of another>", "eos_token_id": 10**10}))
+    assert load_tokenizer(tmp_path).end_token == "<|endoftext|>"
+
+
+def test_a_tokenizer_without_end_of_text_is_refused(tokenizer, tmp_path: Path):
+    """Nothing could separate the documents; a `</s>` that is no special token is HTML."""
+    raw = special(tokenizer, "<stop>")
+    raw.add_tokens(["</s>"])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"no token <.*>, to .*: name its own with --data.end_token"):
         load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="has no token <stopp>, to separate"):
+        load_tokenizer(tmp_path, "<stopp>")
+    config = DataConfig(tokenizer=str(tmp_path), end_token="<stop>", seq_len=64, cache_dir=str(tmp_path))
+    found = prepare(config, progress=False)
+    ends = int((found.train.stream(0, found.train.stream_length) == 0).sum())
+    assert found.tokenizer.end_token == "<stop>" and ends == found.describe()["train"]["documents"]
 
 
 def test_the_bpe_is_deterministic(tokenizer, tmp_path: Path):

@@ -84,7 +84,12 @@ def test_suites_and_files(runs, eval_data, tmp_path, capsys):
     assert "piqa_valid.jsonl has 6 rows; the official split has 1,838" in out
     assert "Regular Attention" in out and "Bits per byte" not in out  # measured before, not asked for now
     scores = json.loads((runs / "demo-ours" / "eval" / "step-00000010.json").read_text())["scores"]
-    assert scores.keys() == {"bits_per_byte (words)", "loss_by_position (words)", "piqa (0-shot)"}
+    assert scores.keys() == {
+        "bits_per_byte (words)",
+        "loss_by_position (words)",
+        "loss_within_documents (words)",
+        "piqa (0-shot)",
+    }
 
 
 def test_a_checkpoint_is_loaded_once_for_all_suites(runs, eval_data, tmp_path, monkeypatch):
@@ -183,7 +188,12 @@ def test_what_cannot_be_scored_does_not_stop_the_rest(runs, eval_data, tmp_path,
     assert out.count("demo-gla step 10: piqa (0-shot): left out\n") == 1
     for run in ("demo-ours", "demo-gla"):
         scores = json.loads((runs / run / "eval" / "step-00000010.json").read_text())["scores"]
-        assert scores.keys() == {"arc_easy (0-shot)", "bits_per_byte (words)", "loss_by_position (words)"}
+        assert scores.keys() == {
+            "arc_easy (0-shot)",
+            "bits_per_byte (words)",
+            "loss_by_position (words)",
+            "loss_within_documents (words)",
+        }
     assert "Bits per byte" in out and "unset EVAL_DATA" not in out + err
 
 

@@ -17,7 +17,7 @@ from lingpt.eval import scoring
 from lingpt.eval.comparison import mean_scores, ratio
 from lingpt.eval.figures import caption, draw_positions
 from lingpt.eval.harness import task_measurements
-from lingpt.eval.language import _edges, bits_per_byte, loss_by_position
+from lingpt.eval.language import _edges, bits_per_byte, loss_by_position, loss_within_documents
 from lingpt.eval.lm import LinGPTLM
 from lingpt.eval.recall.needle import find_needles, make_needle
 from lingpt.eval.recall.phrases import ask_about, make_questions, recall_phrases
@@ -29,7 +29,7 @@ from lingpt.eval.suites import benchmark_tasks, check_suites, text_measurements
 from lingpt.eval.texts import Texts, parse_texts, read_texts, spans
 from lingpt.models import GPT, Config
 
-from .conftest import BLOCK_SIZE, result, score, sentence, tiny_model, write_run
+from .conftest import BLOCK_SIZE, WORDS, result, score, sentence, tiny_model, write_run
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -103,6 +103,35 @@ def test_the_loss_by_position_goes_past_the_training_length(texts, tokenizer):
         loss_by_position(lm, Texts("short", ("the sun",), {}), train_length=32)
 
 
+@pytest.mark.parametrize("attention", ["softmax", "ours-gated"])
+def test_the_loss_within_documents_is_that_of_each_alone(attention, tokenizer):
+    """Documents of many lengths, in padded batches: as one by one, without end-of-text before them; longer
+    ones are cut, one without a target is left out, equal ones count twice."""
+    model = tiny_model(attention)
+    lm = LinGPTLM([model, model], tokenizer, batch_tokens=100, progress=False)
+    texts = [" ".join(WORDS[(i + 1) * n % 12] for i in range(n)) for n in (3, 1, 200, 3, 17, 40, 30)]
+    found = loss_within_documents(lm, Texts("some", ("s", "", *texts), {}), train_length=24)
+    losses = []
+    for text in texts:
+        ids = torch.tensor([tokenizer.encode(text)[:25]])
+        with torch.no_grad():
+            logits = model(ids[:, :-1])
+        losses.append(torch.nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="none"))
+    kept = [loss for loss in losses if len(loss)]
+    ends = [1, 3, 6, 12, 24]
+    assert found.documents == len(kept) and [group.to for group in found.positions] == ends
+    for start, group in zip([0, *ends], found.positions, strict=False):
+        parts = [x[start : group.to] for x in kept if len(x) > start]
+        assert group.loss == pytest.approx(torch.cat(parts).mean().item(), rel=1e-5)
+        error = ratio([x.sum().item() for x in parts], [len(x) for x in parts])[1]
+        assert group.stderr == pytest.approx(error, rel=1e-4)
+    assert found.metrics["loss"] == pytest.approx(torch.cat(kept).mean().item(), rel=1e-5)
+    few = loss_within_documents(lm, Texts("some", tuple(texts), {}), train_length=24, tokens=len(kept[0]))
+    assert few.documents == 1 and few.positions[0].stderr is None
+    with pytest.raises(UserError, match="needs longer ones"):
+        loss_within_documents(lm, Texts("short", ("s", ""), {}), train_length=24)
+
+
 @pytest.mark.parametrize(
     ("lengths", "last"),
     [
@@ -174,9 +203,14 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
         return scorer.score(text_measurements(scorer, suites, texts, max_length_factor=2))
 
     results = [measure(checkpoint, "language", "recall") for checkpoint in found]
-    assert results[0].scores.keys() == {"bits_per_byte (stories)", "loss_by_position (stories)"}
+    measures = ["bits_per_byte", "loss_by_position", "loss_within_documents"]
+    assert list(results[0].scores) == [f"{name} (stories)" for name in measures]
     devices = {one.task: one.devices for one in results[0].scores.values()}
-    assert devices == {"bits_per_byte": 2, "loss_by_position": 1}  # how many scored
+    assert devices == {
+        "bits_per_byte": 2,
+        "loss_by_position": 1,
+        "loss_within_documents": 2,
+    }  # how many scored
     assert sum("not measured: no questions on phrases" in line for line in lines) == 2
     lines.clear()
     again = measure(found[0], "language")
@@ -193,8 +227,12 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     assert [row[:4] for row in less.rows] == [losses.rows[0][:4]] and "±" in less.rows[0][-1]
     losses = [(r.checkpoint, r.scores["loss_by_position (stories)"]) for r in results]
     assert caption(losses) == "demo; dashed: the training length, 64 tokens; documents: 5 of stories; cpu."
+    within = tables["Loss within documents"]
+    assert within.head[4:6] == ["all", "≤ 1"] and within.head[-1] == f"≤ {BLOCK_SIZE}"
+    assert [row[3] for row in within.rows] == ["6", "6"] and " ± " in within.rows[0][-1]
     paths = save_suites(results, tmp_path / "tables")
-    names = ["suites.md", "suites.tex", "positions.png", "positions.pdf"]
+    figures = ["positions.png", "positions.pdf", "within-documents.png", "within-documents.pdf"]
+    names = ["suites.md", "suites.tex", *figures]
     assert [path.name for path in paths] == names
     assert paths[-2].read_bytes().startswith(b"\x89PNG") and paths[-1].read_bytes().startswith(b"%PDF")
     same = {"form": "x", "attention": "x"}
@@ -232,7 +270,7 @@ def test_one_load_serves_all_measures(tmp_path, tokenizer, texts, eval_data, mon
         return {key: [getattr(one, name) for name in kept] for key, one in found.items()}
 
     shared = scores(devices=2)
-    assert len(hashed) == len(models) == 1 and len(shared) == 4 and models[0]() is None
+    assert len(hashed) == len(models) == 1 and len(shared) == 5 and models[0]() is None
     assert scores(devices=1) == shared and len(hashed) == len(models) == 2
 
 

@@ -12,7 +12,13 @@ from lingpt.data.tokenizer import train_bpe
 from lingpt.models import ALIASES, ATTENTIONS, GPT, ModelArgs, export_hf, generate, load_model
 
 NOT_STOCK = [*(name for name in ATTENTIONS if name != "softmax"), "softmax+softmax_gate+softmax_conv"]
-FORMS = [*NOT_STOCK, *ALIASES, "gla+short_conv", "ours+learnable_b+short_conv"]
+FORMS = [
+    *NOT_STOCK,
+    *ALIASES,
+    "gla+short_conv",
+    "ours+learnable_b+short_conv",
+    "hybrid+input_gate+softmax_window=5",
+]
 
 
 def make(form: str, seed: int = 0) -> GPT:

@@ -52,6 +52,29 @@ def test_an_ignored_target_adds_nothing(where, V):
     assert not gradient[::2].any()
 
 
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_z_loss_is_in_the_gradient_alone(where, dtype):
+    """Against autograd in float64, of logits far from 0 too; without it, the same bits as before."""
+    if where == "cuda":
+        from lingpt.kernels.cross_entropy_triton import cross_entropy_in_place as loss_of
+    else:
+        loss_of = loss_and_gradient
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(6, 1000, generator=generator) + 20).to(dtype)
+    targets = torch.randint(1000, (6,), generator=generator)
+    targets[0] = -100
+    leaf = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(leaf, targets, reduction="sum")
+    z = leaf.logsumexp(-1)[targets != -100].square().sum()
+    (d_expected,) = torch.autograd.grad(expected + 0.01 * z, leaf)
+    loss, gradient = loss_of(logits.clone().to(where), targets.to(where), z_loss=0.01)
+    torch.testing.assert_close(loss.cpu().double(), expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient.cpu().double(), d_expected, rtol=ROUNDING[dtype], atol=1e-6)
+    plain, zero = (loss_of(logits.clone().to(where), targets.to(where), *z) for z in ((), (0.0,)))
+    assert torch.equal(plain[1], zero[1]) and torch.equal(plain[0], loss)
+
+
 @gpu
 def test_what_is_not_finite_is_not_hidden():
     """Such a step is skipped: its loss has to say so."""

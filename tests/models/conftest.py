@@ -23,6 +23,7 @@ def switched(name: str) -> dict[str, bool]:
 
 VARIANTS = {name: {"attention": name} for name in ATTENTIONS}
 VARIANTS |= {f"{n}-switched": {"attention": n} | switched(n) for n in ATTENTIONS if switched(n)}
+VARIANTS |= {"window": {"attention": "softmax", "softmax_window": 24}}
 VARIANTS |= {"hybrid": {"attention": HYBRID, "output_gate": True, "short_conv": True}}
 VARIANTS |= {"llama": VARIANTS["hybrid"] | LLAMA}
 

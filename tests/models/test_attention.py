@@ -42,16 +42,17 @@ GATE_AND_CONV = {"output_gate": True, "normalize": True, "short_conv": True}
 FREE = GATE_AND_CONV | {"normalize": None, "learnable_b": True}
 SIMPLE_GLA = GATE_AND_CONV | {"normalize": None, "constant": False}
 SILU = GATE_AND_CONV | {"conv_silu": True}
+GATED_VALUES = GATE_AND_CONV | {"input_gate": True}
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, GATE_AND_CONV, SILU, FREE, SIMPLE_GLA],
-    ids=["plain", "options", "a SiLU, too", "free coefficients", "no constant"],
+    [{}, GATE_AND_CONV, SILU, FREE, SIMPLE_GLA, GATED_VALUES],
+    ids=["plain", "options", "a SiLU, too", "free coefficients", "no constant", "an input gate"],
 )
 def test_ours_gated_is_its_formula(small, options):
-    """Each token's own decay in the weights; with its options the convolution before and the gate after, and
-    a and b free, or a = 0, where the gate's norm stands for the normaliser."""
+    """Each token's own decay in the weights; with its options the convolution before and the gate after, a
+    and b free, or a = 0, where the gate's norm stands for the normaliser; and v times its own gate."""
     model = small("ours-gated", **options).double()
     layer, N = model.transformer.h[0].attn, 23
     generator = torch.Generator().manual_seed(2)
@@ -65,6 +66,8 @@ def test_ours_gated_is_its_formula(small, options):
         qkv = torch.stack([layer.conv[k] * earlier[:, k : k + N] for k in range(4)]).sum(0)
         qkv = torch.nn.functional.silu(qkv) if layer.conv_silu else qkv
     q, k, v = (t.view(2, N, 4, -1) for t in qkv.chunk(3, dim=-1))
+    if layer.input_gate is not None:
+        v = v * 2 * torch.sigmoid(x @ layer.input_gate.weight.T)[..., None]
     gate = torch.sigmoid(x @ layer.decay_proj.weight.T + layer.decay_bias)  # γ_t, [B, N, H]
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     if options == FREE:
@@ -135,7 +138,16 @@ def test_layers_of_ours_gated_that_are_more_than_their_weights(small, name):
             assert not torch.allclose(after, before), change
 
 
-@pytest.mark.parametrize("options", [{}, {"short_conv": True}, {"short_conv": True, "conv_silu": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"short_conv": True},
+        {"short_conv": True, "conv_silu": True},
+        {"input_gate": True},
+        {"input_gate": True, "short_conv": True},
+    ],
+)
 def test_one_product_is_the_products_one_by_one(small, options):
     """Guards: what training computes at once, and decoding and a hooked layer by themselves; values and every
     gradient."""
@@ -156,10 +168,11 @@ def test_one_product_is_the_products_one_by_one(small, options):
 
 def test_rows_of_the_gated_projection_are_whole_cache_lines(small):
     """q, k, v and the gates of a token, in 16 bits: every row begins at a multiple of 128 bytes."""
-    for n_embd, n_head, conv in ((64, 4, False), (96, 3, True), (128, 2, True)):
-        model = small("ours-gated", n_embd=n_embd, n_head=n_head, short_conv=conv)
+    for n_embd, n_head, conv, gated in ((64, 4, False, True), (96, 3, True, False), (128, 2, True, True)):
+        model = small("ours-gated", n_embd=n_embd, n_head=n_head, short_conv=conv, input_gate=gated)
         row = model.transformer.h[0].attn.project_qkv_and_decay(torch.zeros(1, 1, n_embd))
-        assert 3 * n_embd + n_head <= row.shape[-1] < 3 * n_embd + n_head + 64
+        gates = (1 + gated) * n_head
+        assert 3 * n_embd + gates <= row.shape[-1] < 3 * n_embd + gates + 64
         assert 2 * row.shape[-1] % 128 == 0
 
 
@@ -171,13 +184,15 @@ def test_gates_start_at_retnets_decays():
 
 
 def test_options_start_as_the_plain_attention(small, tokens):
-    """The convolution's filter starts as the identity: it changes nothing before the first step."""
+    """The convolution's filter starts as the identity, and the input gate at 1: neither changes anything
+    before the first step."""
     for name in ("ours", "ours-decay", "ours-gated"):
-        with_conv, without = (small(name, short_conv=conv)(tokens) for conv in (True, False))
-        if name == "ours-gated":  # whose products are of another width then
-            torch.testing.assert_close(with_conv, without)
-        else:
-            assert torch.equal(with_conv, without)
+        for option in ("short_conv", "input_gate"):
+            with_option, without = (small(name, **{option: wanted})(tokens) for wanted in (True, False))
+            if name == "ours-gated":  # whose products are of another width then
+                torch.testing.assert_close(with_option, without)
+            else:
+                assert torch.equal(with_option, without)
 
 
 def test_the_decay_is_retnets():
@@ -241,11 +256,13 @@ def test_gla_is_its_recurrence(small, short_conv, expand_k):
     torch.testing.assert_close(layer(x, model.cos[:N], model.sin[:N]), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("activation", "qk_norm"), [("silu", False), ("sigmoid", True)])
-def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small, activation, qk_norm):
+@pytest.mark.parametrize(
+    ("activation", "qk_norm", "window"), [("silu", False, None), ("sigmoid", True, 7), ("silu", False, 99)]
+)
+def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small, activation, qk_norm, window):
     """`ours*`'s options around softmax: W_O (silu(x W_r) ⊙ LayerNorm_head(softmax(q·k / √D) v)); the gate may
-    be a sigmoid, q and k may have an RMS norm each."""
-    options = {"gate_activation": activation, "softmax_qk_norm": qk_norm}
+    be a sigmoid, q and k may have an RMS norm each, and i − j be less than a window."""
+    options = {"gate_activation": activation, "softmax_qk_norm": qk_norm, "softmax_window": window}
     model = small("softmax", softmax_conv=True, softmax_gate=True, **options).double()
     layer, N = model.transformer.h[0].attn, 23
     generator = torch.Generator().manual_seed(2)
@@ -262,7 +279,9 @@ def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small, act
             for t, norm in ((q, layer.q_norm), (k, layer.k_norm))
         )
     q, k = (rotated(t.transpose(1, 2), cos, sin).transpose(1, 2) for t in (q, k))
-    scores = (q @ k.mT / 4).masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
+    distance = torch.arange(N)[:, None] - torch.arange(N)
+    seen = (distance >= 0) & (distance < (window or N))
+    scores = (q @ k.mT / 4).masked_fill(~seen, -torch.inf)
     o = (scores.softmax(-1) @ v).transpose(1, 2)
     r = layer.gate_proj(x)
     r = torch.sigmoid(r) * (r if activation == "silu" else 1)

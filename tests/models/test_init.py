@@ -18,16 +18,17 @@ def test_every_parameter_starts_as_gpt_neox_has_it(variant):
     model.init_weights(0)
     L, d = 3, 128
     checked = set()
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
+    own = {f"{at}.{name}": x for at, layer in layers for name, x in layer.initial_constants().items()}
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             checked.add(full_name := f"{module_name}.{parameter_name}")
-            own = module.initial_constants() if isinstance(module, Attention) else {}
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 assert (parameter == (1 if parameter_name == "weight" else 0)).all(), full_name
             elif parameter_name in ("bias", "b_offset"):
                 assert not parameter.any(), full_name
-            elif parameter_name in own:
-                assert (parameter == own[parameter_name]).all(), full_name
+            elif full_name in own:
+                assert (parameter == own[full_name]).all(), full_name
             else:
                 if full_name.endswith(("attn.proj.weight", "mlp.proj.weight")):
                     std = 2 / (L * math.sqrt(d))

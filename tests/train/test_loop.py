@@ -1,6 +1,8 @@
 """The loop: exact accumulation, exact resume, an honest clock, and an end that loses nothing."""
 
+import contextlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_manifest, read_metrics, write_manifest
-from lingpt.data import BatchSampler, prepare
+from lingpt.data import BatchSampler, growing, prepare, stream
 from lingpt.models import ATTENTIONS
 from lingpt.train import loop, loss, report, train
 from lingpt.train.distributed.parallel import Parallel
@@ -149,6 +151,52 @@ def test_a_mixture_resumes_bit_for_bit_and_reports_each_validation(make_recipe, 
     assert without_clock(whole) == without_clock(parts)
     last = [line for line in read_metrics(whole) if line["kind"] == "val"][-1]
     assert list(last["losses"]) == ["t", "e"] and last["losses"]["t"] != last["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_stream_that_is_stopped_and_resumed_is_the_undisturbed_run(make_recipe, monkeypatch, tmp_path):
+    """Of `--data.stream`, bit for bit: the parts train on tokens still being written, and the process
+    that writes them ends between; the other run's process writes all. It is forked, as a fresh Python
+    takes seconds, and knows nothing of what is patched here."""
+    parent, all_of_it, flush = os.getpid(), tmp_path / "all", stream.StreamWriter._flush
+
+    def flush_and_wait(self):
+        flush(self)
+        waits = os.getpid() != parent and self.path.name == "train.arrow" and len(self.checksums) == 8
+        while waits and not all_of_it.exists():
+            time.sleep(0.01)
+
+    def recipe(name: str):
+        made = make_recipe(name=name)
+        made.data = replace(made.data, stream=True, cache_dir=str(tmp_path / name))
+        shutil.copytree(cache / "tokenizers", tmp_path / name / "tokenizers", dirs_exist_ok=True)
+        return made
+
+    prepare(make_recipe().data, progress=False)
+    cache = Path(make_recipe().data.cache_dir)
+    monkeypatch.setattr(stream.StreamWriter, "_flush", flush_and_wait)
+    monkeypatch.setattr(growing, "get_context", lambda _: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(growing, "WINDOW", 32 * 8 * 3)  # three steps
+    for module in (growing, stream):
+        monkeypatch.setattr(module, "ROWS", 512)
+
+    for stops in (True, False):
+        with monkeypatch.context() as patch:
+            if stops:
+                interrupt_at(patch, step=2)
+            with pytest.raises(KeyboardInterrupt) if stops else contextlib.nullcontext():
+                parts = train(recipe("parts"))
+        (tokenising,) = multiprocessing.active_children()
+        tokenising.terminate()
+        tokenising.join()
+    entries = [path.parent.name for path in tmp_path.glob("parts/tokens/*/manifest.json")]
+    all_of_it.touch()
+    whole = train(recipe("whole"))
+    assert len(entries) == 1 and len(list(tmp_path.glob("whole/tokens/*/manifest.json"))) == 2
+    assert without_clock(whole) == without_clock(parts)
+    for name, tensor in weights(whole, 6).items():
+        assert torch.equal(tensor, weights(parts, 6)[name]), name
 
 
 @pytest.mark.slow

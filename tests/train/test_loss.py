@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lingpt.train.loss import cross_entropy_sum, loss_and_gradient
+from lingpt.models import GPT, ModelArgs
+from lingpt.train.loss import NextTokenLoss, cross_entropy_sum, loss_and_gradient
 
 
 def tensors(dtype=torch.float64):
@@ -55,6 +56,22 @@ def test_under_autocast_products_are_bf16_and_the_softmax_fp32():
         assert ours_grad.dtype == torch.float32
         assert (ours_grad - exact_grad).abs().max() <= 2 * (low_grad - exact_grad).abs().max() + 1e-3
         assert not torch.equal(ours_grad, exact_grad), "autocast had no effect"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_z_loss_is_trained_on_and_not_shown(compiled, monkeypatch):
+    """Guards: a z-loss that the model's weights do not get; losses that cannot be compared."""
+    monkeypatch.setattr("lingpt.train.loss.compile_options", lambda: {"backend": "eager"})
+    gpt = GPT.create(ModelArgs(name="tiny", n_layer=1, n_head=2, n_embd=32, vocab_size=50).config(), seed=0)
+    batch = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+    weights = list(gpt.parameters())
+    logits = gpt(batch[:, :-1]).flatten(0, 1)
+    expected = F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum")
+    z = logits.logsumexp(-1).square().sum()
+    expected_grads = torch.autograd.grad(expected + 0.1 * z, weights)
+    loss = NextTokenLoss(gpt, compiled, z_loss=0.1)(batch)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, weights), expected_grads, rtol=1e-4, atol=1e-5)
 
 
 def test_never_holds_all_logits():

@@ -64,7 +64,7 @@ def replay(
     kernels = attention_kernels(any_kernel, where, "32-true")
     otherwise = _not_as_trained(run, step, checkpoint, kernels, where)
     batches = BatchSampler(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
-    model, targets = NextTokenLoss(gpt), batches.num_targets(step - 1)
+    model, targets = NextTokenLoss(gpt, z_loss=recipe.train.z_loss), batches.num_targets(step - 1)
     total, losses = 0.0, list[float]()
     blocks = batches.indices(step - 1)
     for block in blocks:

@@ -28,7 +28,7 @@ from lingpt.common.run_folder import (
     read_metrics,
     valid_checkpoints,
 )
-from lingpt.models import GPT, check_source, load_weights
+from lingpt.models import GPT, Config, check_sizes, load_weights, read_model_config
 from lingpt.train.config import (
     DATA_PATHS,
     MAY_CHANGE,
@@ -248,12 +248,14 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
     return path
 
 
-def check_init_from(recipe: Recipe) -> None:
-    """Raises UserError if the recipe's run begins from weights that do not exist; reads none of them."""
+def check_init_from(recipe: Recipe, config: Config) -> None:
+    """Raises UserError if the recipe's run begins from weights that do not exist, or from a model of other
+    sizes than `config`; reads no weights."""
     t = recipe.train
     begins = t.resume == "never" or (t.resume == "auto" and newest_checkpoint(recipe.run_folder) is None)
     if t.init_from and begins:
-        check_source(find_model_folder(Path(t.init_from), verify=False))
+        folder = find_model_folder(Path(t.init_from), verify=False)
+        check_sizes(config, read_model_config(folder), folder)
 
 
 def _find_init_from(recipe: Recipe, moves_old_run: bool) -> Path | None:

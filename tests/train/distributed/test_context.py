@@ -22,7 +22,7 @@ from lingpt.train.start import check_recipe
 FORMS = (
     "ours", "ours+learnable_b+short_conv+conv_silu", "ours-decay+output_gate+constant=false", "ours-gated",
     "ours-gated+output_gate+short_conv+learnable_b", "gla", "gla+short_conv", "softmax", "softmax-best",
-    "hybrid",
+    "hybrid", "ours-gated+output_gate+short_conv+input_gate", "softmax+softmax_window=25",
 )  # fmt: skip
 RANKS, N = 4, 72
 MODULE = "lingpt.tests.train.distributed.test_context"
