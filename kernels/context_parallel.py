@@ -32,13 +32,9 @@ class Context:
     rank: int
     size: int
 
-    def __post_init__(self) -> None:
-        # Here, as this loads PyTorch's compiler, for which no command should wait that does not use it.
-        object.__setattr__(self, "gather", torch.compiler.disable(self.gather))
-
     def gather(self, x: Tensor) -> Tensor:
         """Every rank's x, `[size, *x.shape]`; its gradient is the sum of all ranks' gradients."""
-        return _Gather.apply(x, self)
+        return torch.compiler.disable(_Gather.apply)(x, self)  # as a decorator it would load the compiler
 
     def previous(self, x: Tensor) -> Tensor:
         """x of the rank before, zeros on the first: for the last tokens of a piece."""
