@@ -17,8 +17,8 @@ HELP = """Give a trained model another attention: lingpt linearize TEACHER --mod
 is a run or a model folder. A first run, a quarter of the steps, fits each new attention to the teacher's; a
 second one fits the logits. Without --config the recipe is that of the teacher's run, with a tenth of its
 steps."""
-TRANSFER_SHARE = 4  # the first run has 1/4 of all steps
-DEFAULT_SHARE = 10  # the teacher's steps over those of both runs
+TRANSFER_DIVISOR = 4  # the steps of both runs over those of the first
+STEPS_DIVISOR = 10  # the steps of the teacher over those of both runs
 
 
 def parse(words: Sequence[str]) -> tuple[Recipe, Recipe]:
@@ -37,8 +37,8 @@ def parse(words: Sequence[str]) -> tuple[Recipe, Recipe]:
         )
     steps = recipe.total_steps
     if not {"--config", "--train.max_steps", "--train.max_tokens"} & given:
-        steps = steps // DEFAULT_SHARE
-    if (first := steps // TRANSFER_SHARE) < 1:
+        steps = steps // STEPS_DIVISOR
+    if (first := steps // TRANSFER_DIVISOR) < 1:
         raise UserError(f"{steps} steps are too few for two runs: raise --train.max_steps")
     name = recipe.run_name if "--train.name" in given else f"{recipe.run_name}-linearized"
     runs = {f"{name}-transfer": first, name: steps - first}
