@@ -167,9 +167,16 @@ class SoftmaxAttention(QKVAttention):
 
     @classmethod
     def kernel_name(
-        cls, config: Architecture, device: torch.device, dtype: torch.dtype, *, sdpa: str, **options: Any
+        cls,
+        config: Architecture,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        sdpa: str,
+        softmax_window: int | None = None,
+        **options: Any,
     ) -> str:
-        if options["softmax_window"] is not None:
+        if softmax_window is not None:
             return "flash" if device.type == "cuda" and dtype.itemsize == 2 else "a mask"
         heads = config.n_head, config.n_query_groups
         with torch.enable_grad(), warnings.catch_warnings(record=True) as reasons, _forced_kernel(sdpa):
