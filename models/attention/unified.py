@@ -142,7 +142,9 @@ class UnifiedAttention(QKVAttention):
             self.gate_shape = bias.shape
             gates = bias.numel() if form != "mamba2" else H  # its A does not depend on x
             self.decay_proj = nn.Linear(config.n_embd, gates, bias=False)
-            self.decay_bias = nn.Parameter(bias.flatten())  # as a vector it has no weight decay
+            self.decay_bias = nn.Parameter(
+                bias.flatten().to(torch.get_default_device())
+            )  # as a vector it has no weight decay
         self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if short_conv else None
         self.add_output_gate(self.form.normalise != "sum", "silu")
         self.add_qk_norm(config.norm_qk)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lingpt.models import ATTENTIONS, GPT, Attention, Config
+from lingpt.tests.models.conftest import SMALL
 
 
 def test_every_parameter_starts_as_gpt_neox_has_it(variant):
@@ -41,6 +42,14 @@ def test_every_parameter_starts_as_gpt_neox_has_it(variant):
                 fourth = (parameter / std).pow(4).mean().item()
                 assert fourth == pytest.approx(3, abs=4 * math.sqrt(96 / n)), full_name  # normal, not uniform
     assert checked == {parameter_name for parameter_name, _ in model.named_parameters()}
+
+
+def test_all_of_a_model_is_built_on_the_device_that_is_current(variant):
+    """Guards: `with torch.device("cuda")`, under which a module is expected to be on the card as a whole."""
+    with torch.device("meta"):
+        model = GPT(Config(**(SMALL | variant)))
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    assert not [name for name, x in tensors if not x.is_meta]
 
 
 def test_the_seed_decides_the_weights(small, attention):
