@@ -112,10 +112,13 @@ def gated_linear_attention_with_state(
         "recurrent": _recurrent,
         "fla": fla_attention,
     }
+    attend = forms[backend]
+    if backend == "fla":  # its kernels are autotuned at the first call, which a graph cannot contain
+        attend = torch.compiler.disable(attend)
     if context is not None:
-        _, own = forms[backend](q, k, v, log_gate, None, scale)
+        _, own = attend(q, k, v, log_gate, None, scale)
         initial_state = context.state_before(own, log_gate.to(own.dtype).sum(1).exp())
-    return forms[backend](q, k, v, log_gate, initial_state, scale)
+    return attend(q, k, v, log_gate, initial_state, scale)
 
 
 def gated_linear_attention_flops(B: int, N: int, H: int, Dk: int, Dv: int) -> int:
@@ -269,7 +272,6 @@ def _differentiate_cuda(
 _cuda_forward.register_autograd(_differentiate_cuda, setup_context=_save_cuda)
 
 
-@torch.compiler.disable  # its kernels are autotuned at the first call, which a graph cannot contain
 def fla_attention(q, k, v, log_gate, initial_state, scale):
     """fla-core's `chunk_gla`: (o, state)."""
     _announce_tuning()
@@ -287,7 +289,6 @@ def _announce_tuning() -> None:
         )
 
 
-@torch.compiler.disable
 def _chunk_gla_padded(q, k, v, log_gate, initial_state, scale):
     """`_chunk_gla` for inference, whose batches have hundreds of sizes.
 

@@ -4,7 +4,6 @@ but not in its public interface."""
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from lingpt.kernels.numerics import first_tokens
 
@@ -24,6 +23,8 @@ def packed_attention(
     if (repeats := q.shape[2] // k.shape[2]) > 1:  # PyTorch 2.11's kernel takes no fewer
         k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.varlen import varlen_attn  # which loads PyTorch's compiler
+
         if cu_seqlens is None:
             cu_seqlens = torch.arange(0, B * N + 1, N, dtype=torch.int32, device=q.device)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))

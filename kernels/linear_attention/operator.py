@@ -327,14 +327,13 @@ def attend(call: Call) -> tuple[Any, ...]:
     return _Forward.apply(True, *call)
 
 
-@torch.compiler.disable
 def attend_in_pieces(call: Call, context: Context) -> Tensor:
     """o of this rank's piece of the sequences; the call has no state, and is this piece's.
 
     Each pass runs the operator twice: once for the piece's own state, or its adjoint, which the other ranks
     need, and once from what the others gave.
     """
-    return _Pieces.apply(context, *call)
+    return torch.compiler.disable(_Pieces.apply)(context, *call)
 
 
 class _Pieces(torch.autograd.Function):

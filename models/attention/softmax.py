@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from lingpt.common.errors import UserError
 from lingpt.common.options import Option
@@ -216,6 +215,8 @@ class SoftmaxAttention(QKVAttention):
         scale = 1.0 / math.sqrt(D)
         if self.context is not None and state is None:
             k, v = self.context.up_to_here(torch.stack((k, v), dim=2)).unbind(2)
+            from torch.nn.attention.bias import causal_lower_right  # which loads PyTorch's compiler
+
             mask = causal_lower_right(N, k.shape[1])  # a kernel's option; no tensor
             if cu_seqlens is not None or self.window is not None:
                 mask = causal_mask(N, k.shape[1], self.window, k.device)
