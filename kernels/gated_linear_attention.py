@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def gated_linear_attention_with_state(
         first = first_tokens(cu_seqlens, *q.shape[:2])
         log_gate = log_gate.masked_fill(first[..., None, None], LOG_ZERO[state_dtype(q.dtype)])
     backend = choose(backend, q, v.shape[-1])
-    forms = {
+    forms: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
         "chunkwise": _chunkwise,
         "cuda": _cuda,
         "reference": _reference,
