@@ -13,6 +13,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from lingpt.common.errors import UserError
+from lingpt.kernels import gated_linear_attention as gated
 from lingpt.kernels.gated_linear_attention import (
     CHUNK,
     SUBCHUNK,
@@ -22,6 +23,7 @@ from lingpt.kernels.gated_linear_attention import (
     gated_linear_attention_flops,
     gated_linear_attention_with_state,
 )
+from lingpt.kernels.linear_attention.cuda import channel_decay
 from lingpt.tests.oracles import GATED_FORMS, gated_by_definition, randn, relative
 
 AROUND_CHUNKS = (1, SUBCHUNK - 1, SUBCHUNK, SUBCHUNK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
@@ -202,6 +204,26 @@ def test_compiles_into_one_graph_under_autocast_with_equal_results():
         torch.testing.assert_close(x, y)
     exact = gated_linear_attention(*(x.detach().double() for x in leaves)).square().sum()
     torch.testing.assert_close(eager.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_the_choice_of_the_cuda_kernels_breaks_no_graph(monkeypatch):
+    """Guards: looking for a compiler, which cannot be traced, in each graph of `ATTN=gla` on a GPU."""
+    graphs = []
+
+    def compiler(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return lambda *args: (args[0].new_zeros(1),)
+
+    widths = channel_decay.unsupported_reason
+    monkeypatch.setattr(gated, "_cuda_unsupported_reason", lambda q, Dv: widths(q, q.shape[-1], Dv))
+    monkeypatch.setattr(channel_decay, "_card", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(channel_decay, "native_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(channel_decay, "check_usable", lambda arch: threading.Lock().acquire())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    *tensors, _ = inputs(70, Dk=64, Dv=128, dtype=torch.bfloat16)
+    torch.compile(gated_linear_attention, fullgraph=True, backend=compiler)(*tensors)
+    assert "gated_linear_attention_cuda_fwd" in graphs[0][0]
+    channel_decay._no_kernels.cache_clear()
 
 
 def test_flops():

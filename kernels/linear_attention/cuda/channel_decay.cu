@@ -12,21 +12,21 @@
 template <typename T, typename G, int BD, int M, bool REVERSE, int BLOCKS>
 __global__ void __launch_bounds__(2 * M, BLOCKS) channel_left(const __grid_constant__ ChannelParams p) {
   SCAN;
-  static_assert(SharedLeft<G, BD, M, false>::BYTES == LEFT_BYTES, "shared_left of channel_decay.py");
+  static_assert(SharedLeft<G, BD, M, false>::BYTES == LEFT_BYTES, "Build.shared of channel_decay.py");
   LeftScan<T, G, BD, M, REVERSE, false>(p, smem).run();
 }
 
 template <typename T, typename G, int BD, int M, bool REVERSE, int BLOCKS>
 __global__ void __launch_bounds__(2 * M, BLOCKS) channel_states(const __grid_constant__ ChannelParams p) {
   SCAN;
-  static_assert(SharedLeft<G, BD, M, true>::BYTES == STATES_BYTES, "shared_left of channel_decay.py");
+  static_assert(SharedLeft<G, BD, M, true>::BYTES == STATES_BYTES, "Build.shared of channel_decay.py");
   LeftScan<T, G, BD, M, REVERSE, true>(p, smem).run();
 }
 
 template <typename T, typename G, int BD, int M, int GROUPS, bool REVERSE, int BLOCKS>
 __global__ void __launch_bounds__(2 * M * GROUPS, BLOCKS) channel_right(const __grid_constant__ ChannelParams p) {
   SCAN;
-  static_assert(SharedRight<G, BD, M, GROUPS>::BYTES == RIGHT_BYTES, "shared_right of channel_decay.py");
+  static_assert(SharedRight<G, BD, M, GROUPS>::BYTES == RIGHT_BYTES, "Build.shared of channel_decay.py");
   RightScan<T, G, BD, M, GROUPS, REVERSE>(p, smem).run();
 }
 
@@ -37,7 +37,7 @@ __global__ void channel_prefix(const __grid_constant__ ChannelParams p) {
   if (i >= DK * DV) return;
   float* S = p.before + i64(blockIdx.y) * p.segments * (DK * DV) + i;
   const float* decays = p.decays + i64(blockIdx.y) * p.segments * DK + i / DV;
-  float sum = p.has_initial ? S[i64(REVERSE ? last : 0) * (DK * DV)] : 0.f;
+  float sum = S[i64(REVERSE ? last : 0) * (DK * DV)];
   for (int step = 0; step < last; step++) {
     const int from = REVERSE ? last - step : step, to = REVERSE ? from - 1 : from + 1;
     sum = sum * decays[from * DK] + S[i64(to) * (DK * DV)];

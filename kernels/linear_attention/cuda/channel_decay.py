@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -33,11 +34,12 @@ PARAMS = Fields(
     dict.fromkeys(("a", "b", "c", "gate", "y", "y_rest", "k", "dq", "dq_rest", "dgate"), "P")
     | dict.fromkeys(("ends", "S", "before", "decays", "final"), "P")
     | {f"{name}_{dim}": "q" for name in _TENSORS for dim in ("batch", "token", "head")}
-    | dict.fromkeys(("N", "H", "segments", "segment_len", "has_initial"), "i")
+    | dict.fromkeys(("N", "H", "segments", "segment_len", "channels"), "i")
     | {"scale": "f"}
 )
-# What a scan's a, b and c are (channel_decay_params.cuh).
+# What a scan's a, b and c are (channel_decay_params.cuh); the fields of each operand.
 OPERANDS = {"FWD": "qkv", "DV": ("k", "q", "do"), "DQ": ("do", "v", "k"), "DK": ("v", "do", "q")}
+FIELDS = {name: (name, f"{name}_batch", f"{name}_token", f"{name}_head") for name in _TENSORS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +52,26 @@ class Build:
     Dk: int
     Dv: int
 
+    @property
+    def groups(self) -> int:
+        """The right form's GROUPS, which share a state's row: a lane has 64 numbers of it, or 96 or 128."""
+        fitting = [n for n in range(1, 5) if self.Dv % (16 * n) == 0 and (n > 1 or self.Dv <= 192)]
+        return next(n for most in (128, 256) for n in fitting if self.Dv <= most * n or n == 1)
+
+    def registers(self, part: int) -> int:
+        """Of a thread whose warp has so many numbers of a state's row: half as many, and the others."""
+        return part // 2 + (72 if self.arch == "sm_80" else 64)
+
     @functools.cached_property
-    def slices(self) -> tuple[int, int, int]:
-        """Channels of v that a block of the left form has; of k in the right form, and its GROUPS."""
-        groups = -(-self.Dv // 256)
-        return _widest(self.Dv, 128), _widest(self.Dk, 128 // groups), groups
+    def slices(self) -> tuple[int, int]:
+        """Channels of c and y that a block has: v's in the left form, k's in the right one."""
+        right = 2**15 // (self.groups * self.registers(self.Dv // self.groups))
+        return _widest(self.Dv, 128), _widest(self.Dk, min(128, right))
 
     @functools.cached_property
     def shared(self) -> tuple[int, int, int]:
-        """Bytes of shared memory of a block: the left form, `states`, the right form."""
-        left, right, groups = self.slices
+        """Bytes of shared memory of a block: the left form, the right form, `states`."""
+        (left, right), groups = self.slices, self.groups
         gate = 4 if self.gate_tag == "float" else 2
 
         def tile(columns: int, size: int = 2) -> int:
@@ -69,38 +81,41 @@ class Build:
         whole = states + 6 * tile(self.Dk) + SUBS * 16 * 48
         scan = 2 * tile(self.Dv) + 4 * tile(right) + 2 * tile(right, gate)
         scan += groups * CHUNK * (right + 4) * 4 + CHUNK * 80 + (4 * SUBS + groups) * right * 4
-        return whole, states, scan
+        return whole, scan, states
+
+    @property
+    def threads(self) -> tuple[int, int]:
+        """Of a block of the left and of the right form."""
+        left, right = self.slices
+        return 2 * left, 2 * right * self.groups
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Blocks of the left and of the right form that a multiprocessor runs at once, at least; two, if
-        registers hold their states (rows of 128 numbers) and shared memory the rest."""
-        left, _, right = self.shared
+        """Blocks of the left and of the right form that a multiprocessor runs at once."""
 
-        def fitting(
-            shared: int, row: int
-        ) -> int:  # a multiprocessor has 1 KB more, and reserves 1 KB a block
-            return 2 if row <= 128 and 2 * shared <= (most_shared(self.arch) - 1) * 1024 else 1
+        def fitting(form: int, part: int) -> int:
+            by_registers = 2**16 // (self.threads[form] * self.registers(part))
+            by_memory = 1024 * (most_shared(self.arch) + 1) // (self.shared[form] + 1024)
+            return max(1, min(4, by_registers, by_memory))
 
-        return fitting(left, self.Dk), fitting(right, self.Dv)
+        return fitting(0, self.Dk), fitting(1, self.Dv // self.groups)
 
     @property
     def names(self) -> dict[str, str]:
-        left, right, groups = self.slices
-        types = f"{self.tag}, {self.gate_tag}"
-        few, many = self.blocks
-        names = {}
+        (left, right), (few, many) = self.slices, self.blocks
+        types, names = f"{self.tag}, {self.gate_tag}", {}
         for mode, reverse in (("FWD", "false"), ("DV", "true")):
-            names[mode] = f"channel_left<{types}, {self.Dk}, {left}, {reverse}, {few}>"
-            names[f"states {mode}"] = f"channel_states<{types}, {self.Dk}, {left}, {reverse}, {few}>"
+            options = f"{types}, {self.Dk}, {left}, {reverse}, {few}"
+            names[mode], names[f"states {mode}"] = f"channel_left<{options}>", f"channel_states<{options}>"
             names[f"prefix {mode}"] = f"channel_prefix<{self.Dk}, {self.Dv}, {reverse}>"
         for mode, reverse in (("DQ", "false"), ("DK", "true")):
-            names[mode] = f"channel_right<{types}, {self.Dv}, {right}, {groups}, {reverse}, {many}>"
+            options = f"{types}, {self.Dv}, {right}, {self.groups}, {reverse}, {many}"
+            names[mode] = f"channel_right<{options}>"
         return names
 
     @property
     def spec(self) -> KernelSpec:
-        left, states, right = self.shared
+        left, right, states = self.shared
         defines = {"CHANNEL_PARAMS_BYTES": PARAMS.size, "LEFT_BYTES": left}
         defines |= {"STATES_BYTES": states, "RIGHT_BYTES": right}
         return KernelSpec(SOURCE, tuple(self.names.values()), defines, (self.arch,))
@@ -129,7 +144,7 @@ def _card(device: torch.device) -> tuple[str, int]:
 def segmentation(q: Tensor, Dv: int) -> tuple[int, int]:
     """(segments, tokens of each) that a sequence is cut into: enough to fill the card."""
     (B, N, H, Dk), (arch, processors) = q.shape, _card(q.device)
-    build = build_for(arch, TAGS[q.dtype], "float", Dk, Dv)
+    build = build_for(arch, TAGS[q.dtype], "float", int(Dk), int(Dv))
     blocks, slots = B * H * (Dv // build.slices[0]), processors * build.blocks[0]
     count = max(-(-N // LONGEST_SEGMENT), min(slots // blocks, N // (4 * CHUNK)), 1)
     length = -(-N // (count * CHUNK)) * CHUNK
@@ -146,8 +161,13 @@ def unsupported_reason(q: Tensor, Dk: int, Dv: int) -> str | None:
     return _shape_unsupported_reason(q.dtype, Dk, Dv, q.device)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # how a compiler is found cannot be traced
 def _shape_unsupported_reason(dtype: torch.dtype, Dk: int, Dv: int, device: torch.device) -> str | None:
+    return _no_kernels(dtype, Dk, Dv, device)
+
+
+@functools.cache
+def _no_kernels(dtype: torch.dtype, Dk: int, Dv: int, device: torch.device) -> str | None:
     """Why no kernels run for these head dimensions, this dtype and card; None if they do."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bf16 and fp16, not {dtype}"
@@ -194,31 +214,24 @@ class _Pass:
 
     def states(self, mode: str, initial: Tensor | None) -> Tensor:
         """The state before each segment in the direction of a mode, [B, H, segments, Dk, Dv]."""
-        (B, _, H, Dk), Dv = self.tensors["q"].shape, self.build.Dv
-        states = self.empty(B, H, self.segments, Dk, Dv)
-        if initial is not None:
-            states[:, :, 0 if mode == "FWD" else -1] = initial
+        B, _, H, Dk = self.tensors["q"].shape
+        states = self.empty(B, H, self.segments, Dk, self.build.Dv)
+        states[:, :, 0 if mode == "FWD" else -1] = 0.0 if initial is None else initial
         if self.segments > 1:
             decays = self.empty(B, H, self.segments, Dk)
-            addresses: dict[str, Tensor | None] = dict(before=states, decays=decays)
-            left, threads = self.build.slices[0], 2 * self.build.slices[0]
-            grid = self.segments - 1, B * H, Dv // left
-            shared = self.build.shared[1]
-            self._launch(f"states {mode}", mode, grid, threads, shared, addresses)
-            grid = -(-Dk * Dv // 128), B * H, 1
-            self._launch(f"prefix {mode}", mode, grid, 128, 0, addresses, has_initial=initial is not None)
+            blocks = self.build.Dv // self.build.slices[0]
+            grid, threads = (self.segments - 1, B * H, blocks), self.build.threads[0]
+            addresses = dict(before=states, decays=decays)
+            self._launch(f"states {mode}", mode, grid, threads, self.build.shared[2], addresses)
+            grid = -(-Dk * self.build.Dv // 128), B * H, 1
+            self._launch(f"prefix {mode}", mode, grid, 128, 0, addresses)
         return states
 
-    def scan(self, mode: str, states: Tensor, initial: Tensor | None, **addresses: Tensor | None) -> None:
-        left, right, groups = self.build.slices
-        is_left = mode in ("FWD", "DV")
-        slices = self.build.Dv // left if is_left else self.build.Dk // right
-        threads = 2 * left if is_left else 2 * right * groups
-        shared = self.build.shared[0 if is_left else 2]
-        B, _, H, _ = self.tensors["q"].shape
-        grid = self.segments, B * H, slices
-        found = dict(addresses, before=states)
-        self._launch(mode, mode, grid, threads, shared, found, has_initial=initial is not None)
+    def scan(self, mode: str, states: Tensor, **addresses: Tensor | None) -> None:
+        build, form, (B, _, H, Dk) = self.build, int(mode in ("DQ", "DK")), self.tensors["q"].shape
+        blocks = (build.Dv, Dk)[form] // build.slices[form]
+        grid, found = (self.segments, B * H, blocks), dict(addresses, before=states)
+        self._launch(mode, mode, grid, build.threads[form], build.shared[form], found)
 
     def _launch(
         self,
@@ -227,19 +240,16 @@ class _Pass:
         grid: tuple[int, int, int],
         threads: int,
         shared: int,
-        addresses: dict[str, Tensor | None],
-        has_initial: bool = False,
+        addresses: Mapping[str, Tensor | None],
     ) -> None:
-        operands = dict(zip("abc", OPERANDS[mode], strict=True)) | {"gate": "gate", "k": "k"}
+        _, N, H, Dk = self.tensors["q"].shape
         values: dict[str, float] = dict(
-            N=self.tensors["q"].shape[1], H=self.tensors["q"].shape[2], segments=self.segments,
-            segment_len=self.segment_len, has_initial=int(has_initial), scale=self.scale,
+            N=N, H=H, segments=self.segments, segment_len=self.segment_len, scale=self.scale,
+            channels=Dk if mode in ("DQ", "DK") else self.build.Dv,
         )  # fmt: skip
-        for operand, name in operands.items():
+        for operand, name in zip(_TENSORS, (*OPERANDS[mode], "gate", "k"), strict=True):
             x = self.tensors[name]
-            values[operand] = x.data_ptr()
-            strides = zip(("batch", "token", "head"), x.stride(), strict=False)
-            values |= {f"{operand}_{dim}": stride for dim, stride in strides}
+            values.update(zip(FIELDS[operand], (x.data_ptr(), *x.stride()[:3]), strict=True))
         values |= {name: x.data_ptr() for name, x in addresses.items() if x is not None}
         self.build.kernels[kernel](grid, threads, shared, self.stream, PARAMS.pack(values))
 
@@ -253,7 +263,7 @@ def forward(
         run = _Pass.of(q, k, v, gate, scale)
         o, final = run.empty(B, N, H, Dv, dtype=q.dtype), run.empty(B, H, Dk, Dv)
         states = run.states("FWD", initial)
-        run.scan("FWD", states, initial, y=o, final=final)
+        run.scan("FWD", states, y=o, final=final)
     return o, final, states
 
 
@@ -281,9 +291,9 @@ def backward(
         dstates = run.states("DV", dfinal)
         dinitial = None if initial is None else torch.empty_like(initial)
         dq_rest = torch.empty_like(dq)  # for the gates' gradient, a difference of large numbers
-        run.scan("DQ", states, initial, y=dq, y_rest=dq_rest)
-        run.scan("DV", dstates, dfinal, y=dv, final=dinitial)
-        run.scan("DK", dstates, dfinal, y=dk, dq=dq, dq_rest=dq_rest, dgate=dgate, ends=states, S=final)
+        run.scan("DQ", states, y=dq, y_rest=dq_rest)
+        run.scan("DV", dstates, y=dv, final=dinitial)
+        run.scan("DK", dstates, y=dk, dq=dq, dq_rest=dq_rest, dgate=dgate, ends=states, S=final)
         found = [dq, dk, dv, dgate.to(gate.dtype)]
         if dinitial is not None:
             found.append(dinitial * (scale * gate[:, 0].float().exp()).unsqueeze(-1))

@@ -194,7 +194,7 @@ struct LeftScan {
 
   DEVICE void store_y(int row) const {
     const u32 tile = block.base + Shared::C + row / CHANNEL_CHUNK % 2 * Tile<M>::SIZE;
-    const int V = gridDim.z * M;
+    const int V = p.channels;
 #pragma unroll
     for (int i = block.tid; i < CHANNEL_CHUNK * M / 8; i += THREADS) {
       const int r = i / (M / 8), column = i % (M / 8) * 8;
@@ -207,7 +207,7 @@ struct LeftScan {
   // This lane's part of a state [Dk, Dv], 2 by 2 of its numbers at a time.
   template <typename F>
   DEVICE void each_of_state(float* S, F visit) {
-    const int lane = block.tid % 32, g = lane / 4, t = lane % 4, V = gridDim.z * M;
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4, V = p.channels;
     float* from = S + 2 * t * V + slice() + 16 * warp() + g;
 #pragma unroll
     for (int n = 0; n < BD / 8; n++)
@@ -215,17 +215,17 @@ struct LeftScan {
       for (int i = 0; i < 4; i++) visit(state[n][i], from[(8 * n + i % 2) * V + i / 2 * 8]);
   }
   DEVICE float* state_of(float* states, int segment) const {
-    return states + (block.bh() * p.segments + segment) * (i64(BD) * gridDim.z * M);
+    return states + (block.bh() * p.segments + segment) * (i64(BD) * p.channels);
   }
 
   DEVICE void run() {
-    if (!STATES && (!block.is_first() || p.has_initial)) {
-      each_of_state(state_of(p.before, block.segment), [](float& s, float& S) { s = S; });
-    } else {
+    if constexpr (STATES) {
 #pragma unroll
       for (int n = 0; n < BD / 8; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) state[n][i] = 0.f;
+    } else {
+      each_of_state(state_of(p.before, block.segment), [](float& s, float& S) { s = S; });
     }
     if (!STATES)  // A is 0 above the diagonal
       for (int i = block.tid; i < CHANNEL_SUBS * 16 * SCORE_ROW / 4; i += THREADS)
@@ -266,7 +266,7 @@ struct LeftScan {
       __syncthreads();
       store_y((block.length - 1) / CHANNEL_CHUNK * CHANNEL_CHUNK);
       if (p.final && block.is_last())
-        each_of_state(p.final + block.bh() * (i64(BD) * gridDim.z * M), [](float& s, float& S) { S = s; });
+        each_of_state(p.final + block.bh() * (i64(BD) * p.channels), [](float& s, float& S) { S = s; });
     }
   }
 };

@@ -29,7 +29,7 @@ struct ChannelParams {
   float *before, *decays, *final;
   ChannelStrides strides_a, strides_b, strides_c, strides_gate, strides_k;
   int N, H, segments, segment_len;
-  int has_initial;  // whether the first segment has a state before it
+  int channels;  // of c and y
   float scale;
 };
 static_assert(sizeof(ChannelParams) == CHANNEL_PARAMS_BYTES, "PARAMS of channel_decay.py");

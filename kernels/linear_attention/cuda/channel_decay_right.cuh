@@ -46,7 +46,6 @@ struct RightScan {
   DEVICE int warp() const { return block.tid / 32 % (M / 16); }
   DEVICE int group() const { return block.tid / 32 / (M / 16); }
   DEVICE int slice() const { return blockIdx.z * M; }
-  DEVICE int K() const { return gridDim.z * M; }  // the number of channels of c and y
   DEVICE float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
   DEVICE u32 c_tile(int row) const { return block.base + Shared::C + row / CHANNEL_CHUNK % 2 * Shared::SLICE; }
   DEVICE u32 gate_tile(int row) const { return block.base + Shared::GATES + row / CHANNEL_CHUNK % 2 * Shared::GATE; }
@@ -163,27 +162,10 @@ struct RightScan {
 
   // Element [token, head, column] of a contiguous tensor [B, N, H, Dk].
   DEVICE i64 element(int row, int column) const {
-    return ((i64(block.batch) * p.N + block.token(row)) * p.H + block.head) * K() + slice() + column;
+    return ((i64(block.batch) * p.N + block.token(row)) * p.H + block.head) * p.channels + slice() + column;
   }
 
-  // What the gates' gradient needs of eight tokens, read ahead: a load would be waited for at the next asm volatile.
-  struct Ahead {
-    u32 k[8], dq[8], dq_rest[8];
-  };
-  DEVICE void read_ahead(Ahead& x, int row, int column) const {
-    const u16* k = block.start(p.k, p.strides_k) + slice() + column;
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      const bool ok = row + r < block.length;
-      const i64 at = element(ok ? row + r : 0, column);
-      x.k[r] = *reinterpret_cast<const u32*>(k + block.token(ok ? row + r : 0) * p.strides_k.token);
-      x.dq[r] = *reinterpret_cast<const u32*>(p.dq + at);
-      x.dq_rest[r] = *reinterpret_cast<const u32*>(p.dq_rest + at);
-    }
-  }
-
-  // y of a thread's two channels and eight tokens; in reverse the gates' gradient, summed up within the eight, takes the
-  // place of what y had from before them.
+  // y of a thread's two channels and eight tokens; in reverse it also takes the place, in fp32, of what it had from before.
   DEVICE void finish(int chunk) const {
     const Unit u(block.tid);
     if (!u.exists) return;
@@ -191,9 +173,7 @@ struct RightScan {
               c_at = c_tile(chunk) + Tile<M>::at(u.row, u.column);
     float* before = floats(Shared::Y) + u.row * Y_ROW + u.column;
     const float* scores = floats(Shared::SCORES) + u.row * SCORE_ROW + 8 * u.upper;
-    float2 from_start = make_float2(1.f, 1.f), c[8], sum = make_float2(0.f, 0.f);
-    Ahead ahead;
-    if (REVERSE) read_ahead(ahead, chunk + u.row, u.column);
+    float2 from_start = make_float2(1.f, 1.f), c[8];
 #pragma unroll
     for (int r = 0; r < 8; r++) {
       const float2 alpha = decay(unpack_gates<G>(gates + r * Gates::ROW));
@@ -206,10 +186,10 @@ struct RightScan {
 #pragma unroll
       for (int j = 0; j <= r; j += 4)
         *reinterpret_cast<float4*>(w + j) = *reinterpret_cast<const float4*>(scores + r * SCORE_ROW + j);
-      const float2 query = c[r];
 #pragma unroll
       for (int j = 0; j < r; j++) c[j] = c[j] * alpha, y = y + c[j] * w[j];
       y = (y + c[r] * w[r]) * p.scale;
+      if (REVERSE) *reinterpret_cast<float2*>(before + r * Y_ROW) = y;
       if (chunk + u.row + r < block.length) {
         const i64 at = element(chunk + u.row + r, u.column);
         const u32 rounded = pack<T>(y.x, y.y);
@@ -217,14 +197,34 @@ struct RightScan {
         if (!REVERSE) {
           const float2 z = unpack<T>(rounded);
           *reinterpret_cast<u32*>(p.y_rest + at) = pack<T>(y.x - z.x, y.y - z.y);
-        } else {
-          const float2 dq = unpack<T>(ahead.dq[r]) + unpack<T>(ahead.dq_rest[r]);
-          sum = sum + query * dq + unpack<T>(ahead.k[r]) * y * -1.f;
         }
       }
-      if (REVERSE) *reinterpret_cast<float2*>(before + r * Y_ROW) = sum;
     }
-    if (REVERSE) *reinterpret_cast<float2*>(floats(Shared::TOTALS) + (2 * u.sub + u.upper) * M + u.column) = sum;
+  }
+
+  // The gates' gradient, summed up within a thread's eight tokens, takes y's place.
+  DEVICE void sum_dgate(int chunk) const {
+    const Unit u(block.tid);
+    if (!u.exists) return;
+    u32 k[8], dq[8], dq_rest[8];  // first of all: each load would be waited for at the next asm volatile
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      const int row = min(chunk + u.row + r, block.length - 1);  // of rows past the end q and y are 0
+      const i64 at = element(row, u.column), k_at = block.token(row) * p.strides_k.token + slice() + u.column;
+      k[r] = *reinterpret_cast<const u32*>(block.start(p.k, p.strides_k) + k_at);
+      dq[r] = *reinterpret_cast<const u32*>(p.dq + at);
+      dq_rest[r] = *reinterpret_cast<const u32*>(p.dq_rest + at);
+    }
+    float* y = floats(Shared::Y) + u.row * Y_ROW + u.column;
+    float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      const float2 q = unpack<T>(ld_shared_b32(c_tile(chunk) + Tile<M>::at(u.row, u.column) + r * Tile<M>::ROW));
+      const float2 dk = ld_shared_float2(y + r * Y_ROW);
+      sum = sum + q * (unpack<T>(dq[r]) + unpack<T>(dq_rest[r])) + unpack<T>(k[r]) * dk * -1.f;
+      *reinterpret_cast<float2*>(y + r * Y_ROW) = sum;
+    }
+    *reinterpret_cast<float2*>(floats(Shared::TOTALS) + (2 * u.sub + u.upper) * M + u.column) = sum;
   }
 
   // The gates' gradient Σ_{i≥t} (q_i ⊙ dq_i − k_i ⊙ dk_i) of a chunk; `later`: of all tokens after it.
@@ -251,8 +251,8 @@ struct RightScan {
   // The gradient of the gates through the state at the segment's end: Σ S ⊙ dS along a row, S the forward scan's.
   DEVICE float2 through_state() const {
     const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
-    const float* S = block.is_first() ? p.S + block.bh() * (i64(K()) * BD)
-                                      : p.ends + (block.bh() * p.segments + block.segment + 1) * (i64(K()) * BD);
+    const float* S = block.is_first() ? p.S + block.bh() * (i64(p.channels) * BD)
+                                      : p.ends + (block.bh() * p.segments + block.segment + 1) * (i64(p.channels) * BD);
     const float* from = S + (slice() + 16 * warp() + g) * BD + group() * PART + 2 * t;
     float sums[2] = {};
 #pragma unroll
@@ -279,15 +279,14 @@ struct RightScan {
 
   // This lane's part of a state [Dk, Dv].
   DEVICE void load_state() {
-    const bool zero = block.is_first() && !p.has_initial;
     const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
-    const float* from = p.before + (block.bh() * p.segments + block.segment) * (i64(K()) * BD) +
+    const float* from = p.before + (block.bh() * p.segments + block.segment) * (i64(p.channels) * BD) +
                         (slice() + 16 * warp() + g) * BD + group() * PART + 2 * t;
 #pragma unroll
     for (int n = 0; n < PART / 8; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const float2 x = zero ? make_float2(0.f, 0.f) : *reinterpret_cast<const float2*>(from + 8 * i * BD + 8 * n);
+        const float2 x = *reinterpret_cast<const float2*>(from + 8 * i * BD + 8 * n);
         state[n][2 * i] = x.x, state[n][2 * i + 1] = x.y;
       }
   }
@@ -305,7 +304,7 @@ struct RightScan {
       if (REVERSE) {
         if (row)
           store_dgate(row - CHANNEL_CHUNK, later);
-        else if (!block.is_first() || p.has_initial)
+        else
           later = through_state();
       }
       block.recompute_addresses();
@@ -317,10 +316,13 @@ struct RightScan {
 #pragma unroll 1
       for (int sub = 0; sub < CHANNEL_SUBS; sub++) advance(sub);
       __syncthreads();
+      block.recompute_addresses();
       if (row + CHANNEL_CHUNK < block.length) load(row + CHANNEL_CHUNK);
       copy_async_commit();
       block.recompute_addresses();
       finish(row);
+      block.recompute_addresses();
+      if (REVERSE) sum_dgate(row);
     }
     if (REVERSE) {
       __syncthreads();

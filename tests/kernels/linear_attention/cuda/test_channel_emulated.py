@@ -30,7 +30,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
     """The kernels on CPU tensors, in segments of so many tokens."""
 
     def pretend(segment_len: int) -> None:
-        monkeypatch.setattr(channel_decay, "_card", lambda device: ("sm_80", 132))
+        monkeypatch.setattr(channel_decay, "_card", lambda device: ("sm_90a", 132))
         monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
         monkeypatch.setattr(channel_decay, "raw_stream", lambda device: 0)
         monkeypatch.setattr(channel_decay, "_current_device", lambda device: contextlib.nullcontext())
@@ -110,7 +110,7 @@ SLOW = [
     (70, 32, 64, 128, BF16, FP32, "weak"),
     (100, 64, 128, 128, FP16, FP32, "mixed"),
     (40, 32, 96, 192, BF16, FP32, "mixed"),
-    (40, 32, 32, 288, BF16, FP32, "mixed"),  # two groups of warps share a state's row
+    (40, 32, 32, 288, BF16, FP32, "mixed"),  # three groups of warps share a state's row
 ]
 
 
