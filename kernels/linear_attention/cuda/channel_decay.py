@@ -161,9 +161,12 @@ def unsupported_reason(q: Tensor, Dk: int, Dv: int) -> str | None:
     return _shape_unsupported_reason(q.dtype, Dk, Dv, q.device)
 
 
-@torch.compiler.assume_constant_result  # how a compiler is found cannot be traced
 def _shape_unsupported_reason(dtype: torch.dtype, Dk: int, Dv: int, device: torch.device) -> str | None:
     return _no_kernels(dtype, Dk, Dv, device)
+
+
+# How a compiler is found cannot be traced. (torch.compiler.assume_constant_result would load the compiler.)
+_shape_unsupported_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
