@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -10,6 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 T = TypeVar("T")
+# tqdm's own lock starts a process when the first line is printed.
+tqdm.set_lock(threading.RLock())
 
 
 def print_rank0(message: str) -> None:
@@ -17,7 +20,8 @@ def print_rank0(message: str) -> None:
     if not _is_rank_zero():
         return
     try:
-        tqdm.write(message)
+        with tqdm.get_lock():  # where `write` takes it, an interrupt meanwhile becomes another error
+            tqdm.write(message, nolock=True)
         sys.stdout.flush()
     except OSError:  # the reader is gone (a closed terminal, `| head`): no reason to end a run
         nowhere = os.open(os.devnull, os.O_WRONLY)

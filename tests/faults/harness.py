@@ -80,6 +80,12 @@ class Command(Forked):
         lines = read_metrics(self.run)
         return bool(lines) and lines[-1]["step"] >= step
 
+    def takes_signals(self) -> bool:
+        """Whether it has set its handlers: a signal before that ends it as it ends any program."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+        return bool(caught >> (signal.SIGHUP - 1) & 1)
+
     def wait_for_a_step(self, rng: random.Random) -> None:
         """A random one but the last; and then for a moment, to hit whatever comes after it, too."""
         step = rng.randrange(1, STEPS)

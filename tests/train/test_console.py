@@ -1,0 +1,36 @@
+"""What a run prints."""
+
+import threading
+
+import pytest
+from tqdm import tqdm
+
+from lingpt.train.console import print_rank0
+
+
+class Interrupted:
+    """A lock; Ctrl-C comes while it is taken."""
+
+    def acquire(self) -> None:
+        raise KeyboardInterrupt
+
+    def release(self) -> None:
+        raise RuntimeError("cannot release un-acquired lock")
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_an_interrupt_while_a_line_waits_to_be_printed_is_an_interrupt():
+    """Guards: exit code 1 and a traceback for Ctrl-C in the first moments of a run."""
+    lock = tqdm.get_lock()
+    assert isinstance(lock, type(threading.RLock())), "a lock of processes starts one"
+    tqdm.set_lock(Interrupted())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            print_rank0("a line")
+    finally:
+        tqdm.set_lock(lock)
