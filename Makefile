@@ -77,7 +77,7 @@ test-gpu: $(call ready,dev) ## the GPU tests, and their record in docs/results/k
 	$(BIN)pytest -m gpu -p lingpt.tests.gpu_record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
 
 soak: $(call ready,dev) ## inject faults for an hour or two (kills, signals, failing disks, damage, odd input), and record it
-	LINGPT_SOAK=1 LINGPT_PROPERTY_FACTOR=72 OMP_NUM_THREADS=1 $(BIN)pytest -n $(strip $(JOBS)) -m fault \
+	LINGPT_SOAK=1 LINGPT_PROPERTY_FACTOR=128 OMP_NUM_THREADS=1 $(BIN)pytest -n $(strip $(JOBS)) -m fault \
 		-p lingpt.tests.faults.record --fault-record $(FAULT_RECORD) $(ARGS)
 
 check: check-lint check-format check-types ## lint, formatting, types (`make -k check` shows all that fails)
