@@ -11,7 +11,7 @@ import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lingpt.common.errors import UserError, first_line
-from lingpt.common.files import read_errors, read_json_object
+from lingpt.common.files import read_json_object, read_text
 from lingpt.data import Tokenizer
 from lingpt.models import GPT, stream
 
@@ -20,8 +20,7 @@ def chat_template(folder: Path) -> str:
     """The template by which a conversation becomes text, as transformers saves it. UserError without one."""
     path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if path.is_file():
-        with read_errors(path):
-            return path.read_text(encoding="utf-8")
+        return read_text(path)
     template = read_json_object(config).get("chat_template") if config.is_file() else None
     if not isinstance(template, str):
         raise UserError(f"{folder} has no chat template: fine-tune the model with one (docs/fine-tuning.md)")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from lingpt.common.errors import UserError
+from lingpt.common.files import read_bytes
 from lingpt.common.options import Option
 
 if TYPE_CHECKING:
@@ -150,12 +152,12 @@ def staleness(path: Path, current: str | None = None) -> str | None:
 
     current = current or source_hash()
     try:
-        record = json.loads(path.read_text())
+        if not path.exists():
+            return f"no GPU record at {path}: {RUN_THEM}"
+        record = json.loads(read_bytes(path))
         recorded, passed, failed = (record[key] for key in ("source_hash", "passed", "failed"))
         selected = record.get("selected", WITHOUT_FLA)
-    except FileNotFoundError:
-        return f"no GPU record at {path}: {RUN_THEM}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"unreadable GPU record {path}: {RUN_THEM}"
     if recorded != current:
         return f"stale GPU record (kernels {recorded}, the tree has {current}): {RUN_THEM}"

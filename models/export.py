@@ -12,7 +12,7 @@ import tokenizers
 
 from lingpt.common.end_of_text import GENERATION_CONFIG, KNOWN, TOKENIZER_CONFIG, find_end_token
 from lingpt.common.errors import UserError, first_line
-from lingpt.common.files import read_errors, write_errors, write_json, write_text
+from lingpt.common.files import read_text, write_errors, write_json, write_text
 from lingpt.common.run_folder import TOKENIZER
 from lingpt.models.gpt import GPT
 from lingpt.models.gpt_neox import is_gpt_neox, write_gpt_neox
@@ -76,8 +76,7 @@ def export_hf(
 def _read_tokenizer(path: Path) -> tuple[str, str, int, int]:
     """A tokenizer.json's content, the token that ends a text and its id, and the highest id plus 1."""
     path = path / TOKENIZER if path.is_dir() else path
-    with read_errors(path):
-        text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     try:
         raw = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # `tokenizers` raises a bare Exception for what it cannot parse
