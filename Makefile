@@ -76,7 +76,7 @@ test-all: $(call ready,dev) ## all tests that this machine can run; LINGPT_TEST_
 test-gpu: $(call ready,dev) ## the GPU tests, and their record in docs/results/kernels
 	$(BIN)pytest -m gpu -p lingpt.tests.gpu_record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
 
-soak: $(call ready,dev) ## inject faults for an hour or two (kills, signals, failing disks, damage, odd input), and record it
+soak: $(call ready,dev) ## inject faults for forty minutes (kills, signals, failing disks, damage, odd input), and record it
 	LINGPT_SOAK=1 LINGPT_PROPERTY_FACTOR=128 OMP_NUM_THREADS=1 $(BIN)pytest -n $(strip $(JOBS)) -m fault \
 		-p lingpt.tests.faults.record --fault-record $(FAULT_RECORD) $(ARGS)
 

@@ -82,6 +82,8 @@ class Command(Forked):
 
     def takes_signals(self) -> bool:
         """Whether it has set its handlers: a signal before that ends it as it ends any program."""
+        if not _began(self.folder, self.pid).exists():  # so far it has those of the server
+            return False
         status = Path(f"/proc/{self.pid}/status").read_text()
         caught = int(status.partition("SigCgt:")[2].split()[0], 16)
         return bool(caught >> (signal.SIGHUP - 1) & 1)
@@ -128,10 +130,15 @@ def _run(folder: Path, fault: Fault | None, hook: str) -> None:
     exec(hook, {})
     from lingpt.cli.main import main
 
+    _began(folder, os.getpid()).touch()
     code = main()
     _count_of(folder, os.getpid()).write_text(str(shim.fault_calls()))
     sys.stdout.flush()
     os._exit(code)
+
+
+def _began(folder: Path, pid: int) -> Path:
+    return folder / f"{pid}.began"
 
 
 def _count_of(folder: Path, pid: int) -> Path:

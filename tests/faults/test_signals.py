@@ -66,6 +66,7 @@ def test_a_signal_at_any_time(harness, undisturbed, figures, seed):
         if rng.random() < 0.8:
             command.wait_for_a_step(rng)
         else:
+            command.wait_for(command.takes_signals)
             time.sleep(rng.uniform(0, 0.6))
         command.send(number)
         outcome = command.end()
