@@ -60,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Set before PyTorch is imported. With other load on two cores, threads that spin while waiting for each
     # other made a step of the demo ten times slower; threads that sleep, two times.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    received: list[int] = []
     try:
-        with _signals_interrupt():
+        with _signals_interrupt(received):
             end_with_parent()
             code = _dispatch(argv)
         if ends_here:
@@ -74,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
+        if received:  # a library has made another error of the interrupt
+            _complain(INTERRUPTED)
+            return 128 + received[0]
         message = user_message(error)
         if message is None or os.environ.get("LINGPT_TRACEBACK"):
             raise
@@ -94,25 +98,28 @@ def _open_streams() -> None:
 
 
 @contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def _signals_interrupt(received: list[int]) -> Iterator[None]:
     """Makes signals that would kill at once interrupt as Ctrl-C does, so that partial files are removed.
 
-    A signal that is ignored stays ignored (nohup). Handlers are set in the main thread only.
+    A signal that is ignored stays ignored (nohup). Handlers are set in the main thread only. received: gets
+    the signals that came.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         raise Interrupted(number)
 
-    kill = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    stop = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     here = threading.current_thread() is threading.main_thread()
-    numbers = [n for n in kill if here and signal.getsignal(n) == signal.SIG_DFL]
+    handlers = {n: signal.getsignal(n) for n in stop if here}
+    handlers = {n: x for n, x in handlers.items() if x in (signal.SIG_DFL, signal.default_int_handler)}
     try:
-        for number in numbers:
+        for number in handlers:
             signal.signal(number, interrupt)
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _dispatch(argv: list[str]) -> int:

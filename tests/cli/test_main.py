@@ -474,6 +474,26 @@ def test_ctrl_c_while_preparing_is_130_and_no_traceback(project, capsys, monkeyp
     assert "interrupted" in complaint(capsys, "train", "--config", "tiny.yaml", code=130)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_a_library_makes_another_error_of_is_one(project, capsys, monkeypatch, number):
+    """Guards: a traceback and exit code 1; safetensors makes a ValueError of what interrupts it."""
+
+    def prepare(*_args, **_kwargs):
+        try:
+            os.kill(os.getpid(), number)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+
+    monkeypatch.setattr("lingpt.train.start.prepare", prepare)
+    own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, own)
+    try:
+        assert "interrupted" in complaint(capsys, "train", "--config", "tiny.yaml", code=128 + number)
+        assert signal.getsignal(number) == own
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_while_preparing_interrupts_as_ctrl_c_does(project, capsys, monkeypatch, number):
     """What is half-written goes; the default kills at once. One that is ignored (nohup) stays ignored."""
