@@ -109,7 +109,6 @@ SLOW = [
     (100, 32, 64, 32, BF16, BF16, "mixed"),
     (70, 32, 64, 128, BF16, FP32, "weak"),
     (100, 64, 128, 128, FP16, FP32, "mixed"),
-    (40, 32, 96, 192, BF16, FP32, "mixed"),
     (40, 32, 32, 288, BF16, FP32, "mixed"),  # three groups of warps share a state's row
 ]
 
