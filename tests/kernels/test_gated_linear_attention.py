@@ -216,7 +216,7 @@ def test_the_choice_of_the_cuda_kernels_breaks_no_graph(monkeypatch):
 
     widths = channel_decay.unsupported_reason
     monkeypatch.setattr(gated, "_cuda_unsupported_reason", lambda q, Dv: widths(q, q.shape[-1], Dv))
-    monkeypatch.setattr(channel_decay, "_card", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(channel_decay, "card", lambda device: ("sm_90a", 132))
     monkeypatch.setattr(channel_decay, "native_arch", lambda device: "sm_90a")
     monkeypatch.setattr(channel_decay, "check_usable", lambda arch: threading.Lock().acquire())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

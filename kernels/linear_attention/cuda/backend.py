@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 
@@ -18,13 +17,17 @@ from lingpt.kernels.linear_attention.call import (
     Outputs,
     state_shapes,
 )
-from lingpt.kernels.linear_attention.cuda.launch import addresses_of, raw_stream
+from lingpt.kernels.linear_attention.cuda.launch import (
+    MAX_BATCH_HEADS,
+    addresses_of,
+    current_device,
+    raw_stream,
+)
 from lingpt.kernels.linear_attention.cuda.plan import Plan, chunk_of, make_plan
 from lingpt.kernels.linear_attention.cuda.toolchain import check_usable, native_arch
 from lingpt.kernels.linear_attention.cuda.variants import BOUNDARY_INTERVAL, HEAD_DIMS, TAGS
 from lingpt.kernels.numerics import LOG_ZERO
 
-MAX_BATCH_HEADS = 65535  # CUDA's limit on the grid's second dimension
 _COUNTS = {"initial": "n_initial", "final": "count_out"}  # of a state's tokens, in struct Params
 
 
@@ -67,7 +70,7 @@ def forward(call: Call) -> Outputs:
     needs the same numbers. Saving stats for it saves them too; recomputing them would read k and v once more.
     """
     B, N, H, D = call.shape
-    with _current_device(call.device):
+    with current_device(call.device):
         o = torch.empty(B, N, H, D, dtype=call.dtype, device=call.device)
         run = _Pass(call, dict(zip("qkv", map(_aligned, call.views), strict=True), o=o))
         rows, sizes = B * H * N, run.plan.before
@@ -95,7 +98,7 @@ def backward(
     written = tuple(
         x if _is_aligned(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in out
     )
-    with _current_device(call.device):
+    with current_device(call.device):
         found = _launch_backward(call, saved, gradients, written)
     for x, y in zip(out, written, strict=True):
         if x is not y:
@@ -307,12 +310,6 @@ def _count_gradient(call: Call, e: Tensor, dstate: LinearAttentionState | None) 
     decay = e.new_zeros(H) if call.head_log_decay is None else call.head_log_decay.float()
     dn = -(e * torch.exp(decay[:, None] * torch.arange(1, N + 1, device=e.device))).sum(-1)
     return dn if dstate is None else dn + dstate.n * torch.exp(decay * N)
-
-
-def _current_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """A context in which the device is current."""
-    is_current = torch.cuda.current_device() == device.index
-    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 
 
 def _contiguous(state: LinearAttentionState | None) -> LinearAttentionState | None:

@@ -6,7 +6,6 @@ for the states, then scans for dq, dv and dk; the last writes the gradient of th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -17,16 +16,21 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.cuda.compile import KernelSpec
-from lingpt.kernels.linear_attention.cuda.launch import Fields, Kernel, raw_stream
-from lingpt.kernels.linear_attention.cuda.toolchain import check_usable, native_arch
+from lingpt.kernels.linear_attention.cuda.launch import (
+    MAX_BATCH_HEADS,
+    Fields,
+    Kernel,
+    current_device,
+    raw_stream,
+)
+from lingpt.kernels.linear_attention.cuda.toolchain import card, check_usable, native_arch
 from lingpt.kernels.linear_attention.cuda.variants import SMALL_SHARED
 
 SOURCE = "channel_decay.cu"
 TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 CHUNK, SUBS = 32, 2  # tokens that a block takes at a time, and the blocks of 16 in them
-# Tokens of a segment at most : the gradient of decays is summed up within one, and so is its rounding.
+# Tokens of a segment at most: the gradient of decays is summed up within one, and so is its rounding.
 LONGEST_SEGMENT = 1024
-MOST_BATCH_HEADS = 65535  # CUDA's limit on the grid's second dimension
 WIDTH, MOST_KEYS, MOST_VALUES = 32, 256, 512  # Dk and Dv are multiples of the first
 
 _TENSORS = ("a", "b", "c", "gate", "k")  # those with strides
@@ -135,15 +139,9 @@ def _widest(channels: int, most: int) -> int:
     return max(width for width in range(32, most + 1, 32) if channels % width == 0)
 
 
-@functools.cache
-def _card(device: torch.device) -> tuple[str, int]:
-    """The card's architecture and number of multiprocessors."""
-    return native_arch(device), torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def segmentation(q: Tensor, Dv: int) -> tuple[int, int]:
     """(segments, tokens of each) that a sequence is cut into: enough to fill the card."""
-    (B, N, H, Dk), (arch, processors) = q.shape, _card(q.device)
+    (B, N, H, Dk), (arch, processors) = q.shape, card(q.device)
     build = build_for(arch, TAGS[q.dtype], "float", int(Dk), int(Dv))
     blocks, slots = B * H * (Dv // build.slices[0]), processors * build.blocks[0]
     count = max(-(-N // LONGEST_SEGMENT), min(slots // blocks, N // (4 * CHUNK)), 1)
@@ -154,7 +152,7 @@ def segmentation(q: Tensor, Dv: int) -> tuple[int, int]:
 def unsupported_reason(q: Tensor, Dk: int, Dv: int) -> str | None:
     """Why the kernels cannot serve a call with such q, but Dk and Dv; None if they can."""
     B, N, H, _ = q.shape
-    if B * H > MOST_BATCH_HEADS:
+    if B * H > MAX_BATCH_HEADS:
         return "batch size × heads is above 65,535"
     if 0 in (B, N, H):
         return "it takes no empty tensors"
@@ -209,7 +207,7 @@ class _Pass:
         gate = gate if gate.dtype in TAGS and gate.dtype != torch.float16 else gate.float()
         tensors = {name: _aligned(x) for name, x in dict(q=q, k=k, v=v, gate=gate, **more).items()}
         Dk, Dv = q.shape[-1], v.shape[-1]
-        build = build_for(_card(q.device)[0], TAGS[q.dtype], TAGS[gate.dtype], Dk, Dv)
+        build = build_for(card(q.device)[0], TAGS[q.dtype], TAGS[gate.dtype], Dk, Dv)
         return cls(build, tensors, scale, *segmentation(q, Dv), raw_stream(q.device.index))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -262,7 +260,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o [B, N, H, Dv], the final state [B, H, Dk, Dv], and for `backward` those before segments."""
     (B, N, H, Dk), Dv = q.shape, v.shape[-1]
-    with _current_device(q.device):
+    with current_device(q.device):
         run = _Pass.of(q, k, v, gate, scale)
         o, final = run.empty(B, N, H, Dv, dtype=q.dtype), run.empty(B, H, Dk, Dv)
         states = run.states("FWD", initial)
@@ -286,7 +284,7 @@ def backward(
 
     `final`, `states`: what `forward` returned.
     """
-    with _current_device(q.device):
+    with current_device(q.device):
         run = _Pass.of(q, k, v, gate, scale, do=do)
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         dgate = torch.empty(gate.shape, dtype=run.tensors["gate"].dtype, device=q.device)
@@ -303,17 +301,8 @@ def backward(
     return found
 
 
-def _current_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """A context in which the device is current."""
-    is_current = torch.cuda.current_device() == device.index
-    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
-
-
 def _aligned(x: Tensor) -> Tensor:
     """x, or a copy if its rows are not contiguous and 16-byte aligned, as the kernels read them."""
-    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    return (
-        x
-        if fits and math.gcd(*x.stride()[:-1]) * x.element_size() % 16 == 0
-        else x.clone(memory_format=torch.contiguous_format)
-    )
+    rows_fit = x.stride(-1) == 1 and math.gcd(*x.stride()[:-1]) * x.element_size() % 16 == 0
+    fits = rows_fit and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)

@@ -5,6 +5,7 @@ What runs at each call is short: a call for few tokens takes mostly host time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import struct
@@ -20,10 +21,19 @@ from lingpt.kernels.linear_attention.cuda.toolchain import check_status
 
 DEFAULT_SHARED_LIMIT = 48 * 1024  # bytes a block gets without asking (CUDA C++ Programming Guide, 20.7)
 
+MAX_BATCH_HEADS = 65535  # CUDA's limit on the grid's second dimension
+
 # PyTorch's current stream as a raw handle, as in Inductor: a Stream object takes ten times as long.
 raw_stream = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """A context in which the device is current."""
+    is_current = torch.cuda.current_device() == device.index
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
+
 
 # The tensors that are a mode's operands (modes.cuh has the table; params.cuh's enum Operand), or those of a
 # kernel without modes.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from lingpt.kernels.linear_attention.cuda.launch import LAYOUT, OPERANDS, Launch
-from lingpt.kernels.linear_attention.cuda.toolchain import native_arch
+from lingpt.kernels.linear_attention.cuda.toolchain import card
 from lingpt.kernels.linear_attention.cuda.variants import (
     BOUNDARY_INTERVAL,
     DECAY_SPAN,
@@ -30,15 +30,9 @@ TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")  # of a backward pass; fo
 DECAY_HEADS = DECAY_THREADS // 32  # of a block of `sum_decays` and `decay_gradient`
 
 
-@functools.cache
-def _card(device: torch.device) -> tuple[str, int]:
-    """The card's architecture and number of multiprocessors."""
-    return native_arch(device), torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def chunk_of(device: torch.device, head_dim: int) -> int:
     """Tokens per chunk, which a block processes at a time."""
-    return chunk_tokens(_card(device)[0], head_dim)
+    return chunk_tokens(card(device)[0], head_dim)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -113,7 +107,7 @@ class Plan:
             N=self.N, H=self.H, normalize=int(normalize_qk), a_value=a or 0.0, b_value=b or 0.0,
             range=range_, inverse_range=1 / range_,
         )  # fmt: skip
-        arch, processors = _card(device)
+        arch, processors = card(device)
         self.variant = variant_for(arch, dtype, self.D, decay, rope, weights)
         self._kernels = self.variant.load(arch)
         self._slots = processors * self.variant.blocks  # blocks of a scan that the card runs at once

@@ -22,6 +22,12 @@ _importing = threading.Lock()  # its import is not safe from two threads at once
 
 
 @functools.cache
+def card(device: torch.device) -> tuple[str, int]:
+    """The card's architecture and number of multiprocessors."""
+    return native_arch(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def compiler_version() -> tuple[int, int]:
     """(major, minor) of NVRTC; UserError that says how to install it if it is missing."""
     try:

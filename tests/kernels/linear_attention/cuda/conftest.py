@@ -30,7 +30,7 @@ def scan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     from lingpt.kernels.linear_attention.cuda import plan, toolchain, variants
 
     def forget_the_card() -> None:
-        plan._card.cache_clear()
+        plan.card.cache_clear()
         plan.make_plan.cache_clear()
         variants.variant_for.cache_clear()
 

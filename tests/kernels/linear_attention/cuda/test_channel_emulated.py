@@ -30,10 +30,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
     """The kernels on CPU tensors, in segments of so many tokens."""
 
     def pretend(segment_len: int) -> None:
-        monkeypatch.setattr(channel_decay, "_card", lambda device: ("sm_90a", 132))
+        monkeypatch.setattr(channel_decay, "card", lambda device: ("sm_90a", 132))
         monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
         monkeypatch.setattr(channel_decay, "raw_stream", lambda device: 0)
-        monkeypatch.setattr(channel_decay, "_current_device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(channel_decay, "current_device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(
             channel_decay, "segmentation", lambda q, Dv: (-(-q.shape[1] // segment_len), segment_len)
         )

@@ -83,10 +83,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
     """The CUDA backend on CPU tensors: `emulated(build)` makes the machine the build's."""
 
     def pretend(build: Build) -> None:
-        monkeypatch.setattr(plan, "_card", lambda device: (build.arch, 132))
+        monkeypatch.setattr(plan, "card", lambda device: (build.arch, 132))
         monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
         monkeypatch.setattr(backend, "raw_stream", lambda device: 0)
-        monkeypatch.setattr(backend, "_current_device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(backend, "current_device", lambda device: contextlib.nullcontext())
         clear_caches()
 
     yield pretend
@@ -456,7 +456,7 @@ def test_unsegmented_sequences(build: Build, emulated, monkeypatch: pytest.Monke
     emulated(build)
     B, N, H = 1, 436, 2  # seven chunks: each of four stages is filled again
     x, options = inputs(build, B, N, H), all_options(build, B, N, H)
-    monkeypatch.setattr(plan, "_card", lambda device: (build.arch, 5))
+    monkeypatch.setattr(plan, "card", lambda device: (build.arch, 5))
     monkeypatch.setattr(
         plan, "choose_segments", lambda heads, length, chunk, slots: (-(-length // chunk), chunk)
     )
