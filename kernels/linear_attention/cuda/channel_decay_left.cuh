@@ -153,16 +153,7 @@ struct LeftScan {
     if (!STATES) {
       float y[2][4] = {};
       const u32 a_tile = fragment_lanes<BD>(block.base + Shared::A_FROM_START, block.tid) + fragment_step<BD>(sub, 0);
-#pragma unroll
-      for (int k = 0; k < BD / 16; k++) {
-        u32 a[4];
-        ldmatrix(a, a_tile + 32 * k);
-        const float (&s)[4] = state[2 * k], (&s2)[4] = state[2 * k + 1];
-        const u32 x0 = pack<T>(s[0], s[1]), x1 = pack<T>(s[2], s[3]), x2 = pack<T>(s2[0], s2[1]),
-                  x3 = pack<T>(s2[2], s2[3]);
-        mma<T>(y[0], x0, x1, x2, x3, a[0], a[2]);
-        mma<T>(y[1], x0, x1, x2, x3, a[1], a[3]);
-      }
+      add_state_product<T>(y, state, a_tile);
       u32 w[4];
       ldmatrix(w, block.base + Shared::SCORES + (16 * sub + lane % 16) * SCORE_ROW + lane / 16 * 16);
       mma<T>(y[0], c[0], c[2], c[1], c[3], w[0], w[2]);

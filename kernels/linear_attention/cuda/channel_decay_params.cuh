@@ -142,3 +142,19 @@ template <int COLUMNS>
 DEVICE constexpr int fragment_step(int s, int k) {
   return Tile<COLUMNS>::at(16 * s, 16 * k);
 }
+
+// Adds the product of a warp's 16 rows of the state, in accumulators of eight columns each and here rounded, with a's
+// 16 tokens, whose fragments begin at a_tile: y[0] has the first eight tokens, y[1] the others.
+template <typename T, int COLUMN_BLOCKS>
+DEVICE void add_state_product(float (&y)[2][4], const float (&state)[COLUMN_BLOCKS][4], u32 a_tile) {
+#pragma unroll
+  for (int k = 0; k < COLUMN_BLOCKS / 2; k++) {
+    u32 a[4];
+    ldmatrix(a, a_tile + 32 * k);
+    const float (&s)[4] = state[2 * k], (&s2)[4] = state[2 * k + 1];
+    const u32 x0 = pack<T>(s[0], s[1]), x1 = pack<T>(s[2], s[3]), x2 = pack<T>(s2[0], s2[1]),
+              x3 = pack<T>(s2[2], s2[3]);
+    mma<T>(y[0], x0, x1, x2, x3, a[0], a[2]);
+    mma<T>(y[1], x0, x1, x2, x3, a[1], a[3]);
+  }
+}

@@ -118,16 +118,7 @@ struct RightScan {
     const int part = group() * PART;
     float y[2][4] = {};
     const u32 a_tile = fragment_lanes<BD>(block.base + Shared::A, block.tid) + Tile<BD>::at(16 * sub, part);
-#pragma unroll
-    for (int k = 0; k < PART / 16; k++) {
-      u32 a[4];
-      ldmatrix(a, a_tile + 32 * k);
-      const float (&s)[4] = state[2 * k], (&s2)[4] = state[2 * k + 1];
-      const u32 x0 = pack<T>(s[0], s[1]), x1 = pack<T>(s[2], s[3]), x2 = pack<T>(s2[0], s2[1]),
-                x3 = pack<T>(s2[2], s2[3]);
-      mma<T>(y[0], x0, x1, x2, x3, a[0], a[2]);
-      mma<T>(y[1], x0, x1, x2, x3, a[1], a[3]);
-    }
+    add_state_product<T>(y, state, a_tile);
     const u32 slice_lanes = Tile<M>::at(16 * sub + lane % 16, own + lane / 16 * 8);
     const float* half = floats(Shared::HALF) + sub * M + own + g;
     y[1][0] *= half[0], y[1][1] *= half[0], y[1][2] *= half[8], y[1][3] *= half[8];
