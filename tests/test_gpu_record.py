@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import lingpt.train  # noqa: F401 (pytester drops what it imports, and operators register once)
 from lingpt.cli.kernels import RECORD, staleness
 from lingpt.cli.main import main
 
