@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from lingpt.tests.kernels.linear_attention.cuda.on_gpu import FREE, FREE_ROTATED, ROTATED, SEPARATE
 
@@ -29,8 +30,7 @@ def scan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     it is where shared memory is small."""
     from lingpt.kernels.linear_attention.cuda import plan, toolchain, variants
 
-    def forget_the_card() -> None:
-        plan.card.cache_clear()
+    def forget_the_plans() -> None:
         plan.make_plan.cache_clear()
         variants.variant_for.cache_clear()
 
@@ -41,8 +41,9 @@ def scan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             if request.node.callspec.params["D"] == 64:
                 pytest.skip("chunks are small with a head_dim of 128")
             monkeypatch.setattr(variants, "SMALL_SHARED", (*variants.SMALL_SHARED, "sm_90"))
-        monkeypatch.setattr(plan, "native_arch", lambda device: "sm_90")
-    forget_the_card()
+        processors = toolchain.card(torch.device("cuda"))[1]
+        monkeypatch.setattr(plan, "card", lambda device: ("sm_90", processors))
+    forget_the_plans()
     yield request.param
     monkeypatch.undo()
-    forget_the_card()
+    forget_the_plans()
