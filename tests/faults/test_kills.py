@@ -56,7 +56,7 @@ def test_killed_at_a_writing_call(harness, undisturbed, shimmed, figures, seed):
     finish(harness, undisturbed, harness.run(*TRAIN), figures)
 
 
-@pytest.mark.rounds(0, 5)
+@pytest.mark.rounds(0, 9)
 @pytest.mark.fault("`kill -9` at any other time", "the same")
 def test_killed_at_any_time(harness, undisturbed, figures, seed):
     rng = random.Random(seed)
