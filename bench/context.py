@@ -11,6 +11,7 @@ Rows are written to a JSON file as they come, with the share of communication th
 """
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -137,8 +138,9 @@ def _run(row: Row, words: list[str], out: Path, seconds: float) -> None:
     if done.returncode:
         row.error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return
-    name = words[words.index("--train.name") + 1]
-    lines = [line for line in read_metrics(out / "runs" / name) if line["kind"] == "train"]
+    run = out / "runs" / words[words.index("--train.name") + 1]
+    lines = [line for line in read_metrics(run) if line["kind"] == "train"]
+    shutil.rmtree(run)  # its checkpoint is 12 bytes a parameter
     row.losses = [line["loss"] for line in lines]
     rates = [line["tokens_per_second"] / row.devices for line in lines[1:]]  # without the first
     row.tokens_per_second = max(rates, default=None)
