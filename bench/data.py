@@ -1,5 +1,5 @@
 """`lingpt bench data`: how fast a corpus becomes a token cache, next to a bare `tokenizers.encode_batch`, and
-Parquet becomes documents, next to pyarrow.
+Parquet becomes documents, next to pyarrow; and how many tokens a second training reads from that cache.
 
 Both start from texts in memory: reading and decompressing is timed separately. Ours includes all that the
 cache does (ids to arrays, hashes, the split, writing, syncing); the bare call keeps its results in memory.
@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tokenizers
+import torch
 
+from lingpt.data.batches import BatchSampler, Prefetcher
 from lingpt.data.cache import token_cache
 from lingpt.data.corpus import Corpus, Document, Split
 from lingpt.data.dataset import open_corpus
@@ -60,6 +62,7 @@ def measure(source: str, tokenizer: Tokenizer, max_bytes: int, repeats: int) -> 
         "cache_megabytes_per_second": num_bytes / ours_wall / 1e6,
         "ratio": bare_wall / ours_wall,
         "processor_time_ratio": bare_cpu / ours_cpu,
+        "loader_tokens_per_second": _loader(corpus, tokenizer),
         "seconds_wall_and_processor": {"encode_batch": bare, "cache": ours},
     }
 
@@ -77,6 +80,17 @@ def _parquet(texts: list[str], repeats: int) -> tuple[float, float]:
             bare.append(_seconds(lambda: parquet.read_table(path)["text"].to_pylist())[0])
             ours.append(_seconds(lambda: deque(read_parquet(path, "text"), maxlen=0))[0])
     return min(bare), min(ours)
+
+
+def _loader(corpus: Corpus, tokenizer: Tokenizer, seq_len: int = 256, sequences: int = 64) -> float:
+    """Tokens a second of the micro-batches of a training run; longer sequences are faster."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = token_cache(corpus, tokenizer, Path(folder), val_fraction=0.005, progress=False)
+        sampler = BatchSampler(cache.blocks("train", seq_len), seed=0, global_batch_size=sequences)
+        batches = Prefetcher(sampler, [range(sequences)], torch.device("cpu"))
+        seconds, _ = _seconds(lambda: [batches.get(step, 0) for step in range(1000)])
+        batches.close()
+    return 1000 * sequences * seq_len / seconds
 
 
 def _first(corpus: Corpus, max_bytes: int) -> tuple[list[Document], int]:

@@ -15,6 +15,7 @@ def test_what_is_measured_is_printed_and_written(tmp_path: Path, capsys):
     result = json.loads(out.read_text())
     assert json.loads(capsys.readouterr().out) == result
     speeds = result["cache_megabytes_per_second"], result["encode_batch_megabytes_per_second"]
+    assert result["loader_tokens_per_second"] > 0
     assert min(speeds) > 0 and result["ratio"] == pytest.approx(speeds[0] / speeds[1])
     assert result["megabytes"] > 0 and len(result["seconds_wall_and_processor"]["cache"]) == 1
 
