@@ -66,6 +66,7 @@ COMPARED: dict[str, dict[str, Any]] = {
     "softmax-flash": {"attention": "softmax", "sdpa": "flash"},
     "softmax-cudnn": {"attention": "softmax", "sdpa": "cudnn"},
     "gla": {"attention": "gla"},
+    "gla-fla": {"attention": "gla", "gla_backend": "fla"},
 }
 # The same on packed documents, timed only where they are asked for.
 PACKED = {

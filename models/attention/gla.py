@@ -9,7 +9,7 @@ With `short_conv` a causal convolution of width 4 and a SiLU are applied to q, k
 without the SiLU GLA does not learn to recall (docs/results/gate/learning).
 """
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -53,9 +53,14 @@ class GLAAttention(Attention):
                 most=64,
             ),
         ] = 0.5,
+        gla_backend: Annotated[
+            Literal["auto", "fla"],
+            Option("what trains `gla`: `fla` are FLA's kernels, on a GPU; `auto` our own, or PyTorch's"),
+        ] = "auto",
         short_conv: Annotated[bool, SHORT_CONV] = False,
     ) -> None:
         super().__init__()
+        self.backend = gla_backend
         self.n_head, self.d_k, self.d_v = gla_n_head, int(gla_expand_k * config.n_embd), config.n_embd
         self.qkvr = nn.Linear(config.n_embd, 2 * self.d_k + 2 * self.d_v, bias=config.bias)
         self.conv = nn.Parameter(identity_filter(2 * self.d_k + self.d_v)) if short_conv else None
@@ -65,7 +70,7 @@ class GLAAttention(Attention):
         self.proj = nn.Linear(self.d_v, config.n_embd, bias=config.bias)
 
     @classmethod
-    def check(cls, config: Architecture, *, gla_n_head: int, gla_expand_k: float, **_: bool) -> None:
+    def check(cls, config: Architecture, *, gla_n_head: int, gla_expand_k: float, **_: Any) -> None:
         d_k = gla_expand_k * config.n_embd
         if config.n_embd % gla_n_head or d_k % gla_n_head:
             raise UserError(
@@ -82,10 +87,14 @@ class GLAAttention(Attention):
         *,
         gla_n_head: int,
         gla_expand_k: float,
-        **_: bool,
+        gla_backend: str,
+        **_: Any,
     ) -> str:
         Dk, Dv = (int(part * config.n_embd) // gla_n_head for part in (gla_expand_k, 1))
-        return choose("auto", torch.empty(1, 2, 1, Dk, device=device, dtype=dtype), Dv)
+        try:
+            return choose(gla_backend, torch.empty(1, 2, 1, Dk, device=device, dtype=dtype), Dv)
+        except UserError as error:
+            raise UserError(f"model.gla_backend: {error}") from error
 
     def forward(
         self,
@@ -105,7 +114,10 @@ class GLAAttention(Attention):
         log_gate = F.logsigmoid(self.gate_up(self.gate_down(x_BNC)).float()) / GATE_TEMPERATURE
         log_gate = log_gate.unflatten(-1, (self.n_head, -1))
         if state is None:
-            o = gated_linear_attention(q, k, v, log_gate, cu_seqlens=cu_seqlens, context=self.context)
+            backend = self.backend if self.training else "auto"
+            o = gated_linear_attention(
+                q, k, v, log_gate, cu_seqlens=cu_seqlens, context=self.context, backend=backend
+            )
         else:
             o, state.value = gated_linear_attention_with_state(
                 q, k, v, log_gate, initial_state=state.value, cu_seqlens=cu_seqlens

@@ -256,6 +256,18 @@ def test_gla_is_its_recurrence(small, short_conv, expand_k):
     torch.testing.assert_close(layer(x, model.cos[:N], model.sin[:N]), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_gla_by_fla_s_kernels_is_scored_without_them(small, tokens):
+    """And a run on a machine that lacks them, or the GPU, ends before any work."""
+    own, fla = (small("gla", gla_backend=backend).eval() for backend in ("auto", "fla"))
+    assert torch.equal(own(tokens), fla(tokens))
+    with pytest.raises(UserError, match=r"^model\.gla_backend: backend='fla' needs "):
+        ATTENTIONS["gla"].kernel_name(
+            fla.config, torch.device("cpu"), torch.float32, **fla.config.attention_options("gla")
+        )
+    with pytest.raises(UserError, match=r"^backend='fla' needs "):
+        fla.train()(tokens)
+
+
 @pytest.mark.parametrize(
     ("activation", "qk_norm", "window"), [("silu", False, None), ("sigmoid", True, 7), ("silu", False, 99)]
 )
