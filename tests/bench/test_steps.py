@@ -65,7 +65,9 @@ def test_every_attention_takes_its_turn(tmp_path: Path, monkeypatch, capsys):
     assert results.rows[2].kernel == "flash"
     assert Results.load(path) == results, "the file holds everything"
     shares = [row["share_of_identity"] for row in json.loads(path.read_text())["rows"]]
-    assert shares[0] == 1.0 and shares[1] > 0 and shares[3] is None
+    rounds_of = [row.by_round["ms"] for row in results.rows[:2]]
+    ratios = [identity / ours for identity, ours in zip(*rounds_of, strict=True)]
+    assert shares[0] == 1.0 and min(ratios) <= shares[1] <= max(ratios) and shares[3] is None
     text = results.table()
     assert text.count("| demo | 16 | 4 |") == 5 and "| oom: out of memory |" in text
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {12}
