@@ -85,13 +85,15 @@ def test_generate_is_lingpts(model, exported, tokens):
 
 
 @torch.no_grad()
-def test_padding_on_the_left_changes_nothing(exported, tokens):
+def test_padding_on_the_left_changes_nothing(model, exported, tokens):
     """Guards: padding tokens in the state of a linear attention, which moved the last logits by 0.16.
 
-    In float64: at a first token whose q·k is near 0, the norm of a head makes fp32's rounding 300 times as
-    large, more on one machine than on another.
+    `unified` in float64: at a first token whose q·k is near 0, the norm of a head makes fp32's rounding 300
+    times as large.
     """
-    exported.double()
+    atol = 1e-5
+    if model.config.attention == "unified":
+        exported, atol = exported.double(), 1e-6
     lengths = [31, 8, 31, 2]
     batch = padded(tokens, lengths)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -99,11 +101,11 @@ def test_padding_on_the_left_changes_nothing(exported, tokens):
     together, forward = exported.generate(**batch, **options), exported(**batch).logits
     for row, length in enumerate(lengths):
         alone = tokens[row % 2, None, :length]
-        torch.testing.assert_close(forward[row, 31 - length :], exported(alone).logits[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(forward[row, 31 - length :], exported(alone).logits[0], rtol=0, atol=atol)
         single = exported.generate(alone, attention_mask=torch.ones_like(alone), **options)
         assert together.sequences[row, 31:].tolist() == single.sequences[0, length:].tolist()
         for a, b in zip(together.logits, single.logits, strict=True):
-            torch.testing.assert_close(a[row], b[0], rtol=0, atol=1e-6)
+            torch.testing.assert_close(a[row], b[0], rtol=0, atol=atol)
 
 
 @torch.no_grad()
