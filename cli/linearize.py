@@ -1,6 +1,6 @@
 """`lingpt linearize`: gives a trained model another attention."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ is a run or a model folder. A first run, a quarter of the steps, fits each new a
 second one fits the logits. Without --config the recipe is that of the teacher's run, with a tenth of its
 steps."""
 TRANSFER_DIVISOR = 4  # the steps of both runs over those of the first
+LENGTH = {"--train.max_steps", "--train.max_tokens"}
 STEPS_DIVISOR = 10  # the steps of the teacher over those of both runs
 
 
@@ -29,14 +30,14 @@ def parse(words: Sequence[str]) -> tuple[Recipe, Recipe]:
     if teacher:
         rest = [f"--train.init_from={teacher}", f"--train.teacher={teacher}", *rest]
         if "--config" not in given and own.is_file():
-            rest = [*_recipe_of(own), *rest]
+            rest = [*_recipe_of(own, given), *rest]
     recipe = parse_recipe(rest, verb="linearize", about=HELP)
     if teacher is None:
         raise UserError(
             "lingpt linearize needs a teacher first: lingpt linearize runs/<name> --model.attention …"
         )
     steps = recipe.total_steps
-    if not {"--config", "--train.max_steps", "--train.max_tokens"} & given:
+    if not {"--config", *LENGTH} & given:
         steps = steps // STEPS_DIVISOR
     if (first := steps // TRANSFER_DIVISOR) < 1:
         raise UserError(f"{steps} steps are too few for two runs: raise --train.max_steps")
@@ -50,11 +51,13 @@ def parse(words: Sequence[str]) -> tuple[Recipe, Recipe]:
     return attention, logits
 
 
-def _recipe_of(config: Path) -> list[str]:
-    """The options in a run's recipe, except its attention and what belongs to that run alone."""
+def _recipe_of(config: Path, given: Set[str]) -> list[str]:
+    """The options in a run's recipe, except its attention, what belongs to that run alone, and its length if
+    another is given."""
     values = flatten(Recipe, read_yaml(config))
     others = {f"model.{name}" for name in ("attention", *attention_options())}
     others |= {f"train.{name}" for name in ("name", "resume", "init_from", "teacher", "imitate")}
+    others |= {option.removeprefix("--") for option in LENGTH if LENGTH & given}
     return [
         f"--{key}={as_word(value)}"
         for key, value in values.items()
