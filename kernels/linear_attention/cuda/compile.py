@@ -213,9 +213,10 @@ class _Request:
 
 def _output(size: Any, get: Any, program: Any) -> bytes:
     """One of NVRTC's results, without the zero after a text."""
-    buffer = b" " * check_status(size(program))
+    # Not bytes: those of length one, an empty log, are shared by all of Python.
+    buffer = bytearray(check_status(size(program)))
     check_status(get(program, buffer))
-    return buffer if buffer.startswith(b"\x7fELF") else buffer.rstrip(b"\0")
+    return bytes(buffer if buffer.startswith(b"\x7fELF") else buffer.rstrip(b"\0"))
 
 
 def _write_cached(path: Path, module: CompiledModule) -> Path | None:

@@ -118,6 +118,14 @@ def test_spills_of_a_function_count_for_its_kernel() -> None:
 
 
 @pytest.mark.nvrtc
+def test_an_empty_log_is_not_written_over_a_constant_of_python(source: Path) -> None:
+    """Guards: Python shares bytes of length one; the zero of an empty log made every later b" " a b"\\0", and
+    `torch.load` in that process misread what it unpickled."""
+    nvrtc.compile_ptx(source, "sm_80", {"SCALE": 1}, (NAME,))
+    assert bytes([32])[0] == 32
+
+
+@pytest.mark.nvrtc
 def test_the_cache_serves_the_same_and_notices_every_change(source: Path) -> None:
     """Guards: a second start compiles nothing; a changed source, include, define or architecture does not."""
     first, again = build(source), build(source)
