@@ -20,8 +20,7 @@ import numpy as np
 from lingpt.common.errors import UserError, one_line
 from lingpt.common.files import PARTIAL
 from lingpt.common.parent import end_with_parent, ends_with_this_process
-from lingpt.data.order import permute
-from lingpt.data.stream import CHECKSUM, ROWS, PackedDataset
+from lingpt.data.stream import CHECKSUM, ROWS, PackedDataset, permute
 
 WINDOW = 1 << 25  # tokens
 POLL = 0.2  # seconds

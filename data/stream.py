@@ -1,4 +1,5 @@
-"""A stream of token ids in one Arrow file: written document by document, read as blocks through a memory map.
+"""A stream of token ids in one Arrow file: written document by document, read as blocks through a memory map,
+in an order that a seed gives.
 
 The file is a `datasets` table with one column, `token`, and one token per row. The writer computes a CRC-32
 of each record batch; a reader that is given them checks a record batch once, when it first reads from it.
@@ -13,11 +14,11 @@ import numpy as np
 import torch
 
 from lingpt.common.errors import UserError, one_line
-from lingpt.data.order import permute
 from lingpt.data.tokens import Encoded
 
 CHECKSUM = "crc32"  # the key of a record batch's, for those that read an unfinished file
 ROWS = 1 << 20  # tokens of a record batch, the largest contiguous view
+_FEISTEL_ROUNDS = 6
 
 
 class PackedDataset:
@@ -112,6 +113,37 @@ def _map(path: Path) -> list[np.ndarray]:
     if any(chunk.dtype not in (np.uint16, np.int32) for chunk in chunks):
         raise ValueError("its tokens are not integers of 16 or 32 bits")
     return chunks
+
+
+def permute(index: np.ndarray, n: int, seed: int, epoch: np.ndarray) -> np.ndarray:
+    """Sends each `index` in 0..n-1 to one of 0..n-1, one to one for each (seed, epoch); int64.
+
+    A Feistel permutation with cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains"): the same on every machine and with every library version.
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    key = _mix(_mix(np.full(index.shape, seed % 2**64, dtype=np.uint64)) + epoch.astype(np.uint64))
+    x = _feistel(index.astype(np.uint64), key, half)
+    while (outside := x >= n).any():  # 4^half < 4n, so a few iterations suffice
+        x[outside] = _feistel(x[outside], key[outside], half)
+    return x.astype(np.int64)
+
+
+def _feistel(x: np.ndarray, key: np.ndarray, half: int) -> np.ndarray:
+    """A keyed permutation of the numbers of 2·half bits, element by element."""
+    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = x >> bits, x & mask
+    for i in range(_FEISTEL_ROUNDS):
+        left, right = right, left ^ (_mix(key + (right << np.uint64(8)) + np.uint64(i)) & mask)
+    return (left << bits) | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's output function (Steele, Lea and Flood 2014), modulo 2^64."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 class StreamWriter:
