@@ -8,10 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lingpt.kernels import cross_entropy
-
 LOG2E = tl.constexpr(1.4426950408889634)
-IGNORED = tl.constexpr(cross_entropy.IGNORED)
+IGNORED = tl.constexpr(-100)  # PyTorch's target of a token that does not count
 
 # A block has WARPS warps; each thread loads DEPTH × 8 logits at a time, pipelined in STAGES.
 WARPS, DEPTH, STAGES = 16, 2, 1
@@ -23,8 +21,8 @@ def cross_entropy_in_place(
     """The sum of −log softmax(logits)[target] over R rows, nats, fp32, and its gradient by the logits.
 
     logits_RV: bf16, fp16 or fp32, contiguous, overwritten by the gradient. targets_R: int64, contiguous;
-    a row whose target is IGNORED adds nothing and gets zeros. The softmax is computed in fp32. z_loss: as in
-    cross_entropy.py.
+    a row whose target is IGNORED adds nothing and gets zeros. The softmax is computed in fp32. z_loss: adds
+    the gradient of z_loss · logsumexp(logits)².
     """
     R, V = logits_RV.shape
     losses_R = torch.empty(R, dtype=torch.float32, device=logits_RV.device)

@@ -12,11 +12,12 @@ import importlib
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
 from lingpt.data import Batch
-from lingpt.kernels.cross_entropy import loss_and_gradient
+from lingpt.data.packing import NO_TARGET
 from lingpt.models import GPT
 from lingpt.train.compilation import compile_options
 
@@ -26,12 +27,31 @@ SMALL_EMBD = 1024  # up to here twice as many: small models need many rows to fi
 LossAndGradient = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # of a chunk's logits and targets
 
 
+def loss_and_gradient(
+    logits_RV: torch.Tensor, targets_R: torch.Tensor, z_loss: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of a chunk's losses, in fp32 or wider, and its gradient by the logits, in their dtype.
+
+    z_loss: adds the gradient of z_loss · logsumexp(logits)², which keeps logits from drifting (PaLM, arXiv
+    2204.02311); the loss that is returned is without that term.
+    """
+    dtype = torch.promote_types(logits_RV.dtype, torch.float32)
+    log_p_RV = F.log_softmax(logits_RV, dim=-1, dtype=dtype)
+    loss, p_RV = F.nll_loss(log_p_RV, targets_R, reduction="sum"), log_p_RV.exp()
+    if z_loss:
+        p_RV = p_RV * (1 + 2 * z_loss * logits_RV.to(dtype).logsumexp(-1, keepdim=True))
+    is_target_RV = targets_R[:, None] == torch.arange(logits_RV.shape[1], device=targets_R.device)
+    # softmax − onehot, by a comparison: a scatter would materialise the fp32 matrix.
+    d_RV = torch.where(is_target_RV, p_RV - 1, p_RV)
+    return loss, torch.where((targets_R == NO_TARGET)[:, None], 0.0, d_RV).to(logits_RV.dtype)
+
+
 class NextTokenLoss(nn.Module):
     """`[B, N+1]` token ids, or packed documents (`data.Batch`) → the sum over all targets of −log p(token |
     the tokens before), nats.
 
     compiled: each chunk's logits are processed by one kernel; on a GPU the gradient overwrites them. z_loss:
-    adds z_loss · logsumexp(logits)² of each target, to the gradient alone (kernels/cross_entropy.py).
+    adds z_loss · logsumexp(logits)² of each target, to the gradient alone (`loss_and_gradient`).
     """
 
     def __init__(self, gpt: GPT, compiled: bool = False, z_loss: float = 0.0) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lingpt.kernels.cross_entropy import loss_and_gradient
+from lingpt.train.loss import loss_and_gradient
 
 gpu = pytest.mark.gpu
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
