@@ -13,7 +13,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 _R = (
     0.4999655783176422, -0.3978763222694397, 0.2440662831068039, -0.11922227591276169, 0.04500176012516022,
@@ -21,15 +20,6 @@ _R = (
     -6.862717896183312e-07,
 )  # fmt: skip
 _FITTED = 6.0  # upper end of the fit; beyond it Φ(−a) is below 10⁻⁹
-
-
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """x Φ(x), of any shape, in x's floating-point dtype: as above for 16-bit x in a compiled block on a GPU;
-    else PyTorch's GELU, a single kernel.
-    """
-    if torch.compiler.is_compiling() and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
-        return fast_gelu(x)
-    return F.gelu(x)
 
 
 def fast_gelu(x: torch.Tensor) -> torch.Tensor:
