@@ -13,46 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import file_sha256
-from lingpt.eval.runs import Checkpoint
-from lingpt.eval.scores import Result, Score, pack_bits, task_key
+from lingpt.eval.scores import Score, pack_bits, task_key
 from lingpt.eval.scoring import Measurement, Scorer
 
 if TYPE_CHECKING:
     from lingpt.eval.lm import LinGPTLM
 
 
-def evaluate(
-    checkpoint: Checkpoint | str | Path,
-    tasks: Sequence[str],
-    *,
-    num_fewshot: int = 0,
-    data: str | Path | None = None,
-    limit: int | None = None,
-    **options: Any,
-) -> Result:
-    """Scores `checkpoint` on `tasks` and returns all its scores, earlier ones included.
+def task_measurements(
+    scorer: Scorer, tasks: Sequence[str], num_fewshot: int, data: str | Path | None, limit: int | None
+) -> list[Measurement]:
+    """The measurements of these tasks; those whose files are missing are left out.
 
     Args:
-        checkpoint: a `Checkpoint`, or the folder of one.
         tasks: lm-eval's names; `mmlu:5` asks for five examples whatever `num_fewshot` says.
         num_fewshot: examples before each question.
         data: folder of benchmark JSONL (`tasks/sources.yaml`); None loads from the Hugging Face hub.
         limit: how many documents of each task (of each of MMLU's 57 subjects), the first ones; None for all.
-        options: those of `scoring.Scorer`.
-
-    Each score is written when its task is done, so an interruption loses at most one task. UserError for what
-    the user can fix, also if the checkpoint's attention is not the one its run was configured with.
     """
-    if not isinstance(checkpoint, Checkpoint):
-        checkpoint = Checkpoint.open(checkpoint)
-    scorer = Scorer(checkpoint, **options)
-    return scorer.score(task_measurements(scorer, tasks, num_fewshot, data, limit))
-
-
-def task_measurements(
-    scorer: Scorer, tasks: Sequence[str], num_fewshot: int, data: str | Path | None, limit: int | None
-) -> list[Measurement]:
-    """The measurements of `evaluate`; tasks whose files are missing are left out."""
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit}; it must be at least 1 (or leave it out)")
     folder = Path(data) if data else None

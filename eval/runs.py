@@ -19,7 +19,6 @@ from lingpt.common.run_folder import (
     MODEL_CONFIG,
     TOKENIZER,
     WEIGHTS,
-    attention_label,
     checkpoint_step,
     newest_checkpoint,
     read_config,
@@ -65,11 +64,6 @@ class Checkpoint:
                 "that it lists)"
             )
         return cls(folder, run, step, *read_model(run))
-
-    @property
-    def label(self) -> str:
-        """The attention as one word; a hybrid's mechanisms joined by `+`."""
-        return attention_label(self.attention)
 
     @cached_property
     def form(self) -> str:

@@ -97,7 +97,7 @@ def check_scoring(
 ) -> None:
     """Raises UserError for an unknown task, and for missing benchmark files or texts.
 
-    tasks: those of Table 2; `texts` and `data` as `text_measurements` and `evaluate` take them.
+    tasks: those of Table 2; `texts` and `data` as `text_measurements` and `task_measurements` take them.
     """
     if data is not None:
         from lingpt.eval.tasks.sources import check_folder

@@ -17,8 +17,8 @@ _TRAIN_AGAIN = "its checkpoint is not here or not whole: remove the folder of th
 def read_scores(
     study: Study, done: Sequence[StudyRun], softmax: str | None, expected: bool = True
 ) -> tuple[list[Result], list[str]]:
-    """The scores of each run's last step, as `evaluate` wrote them; and what is missing: runs without scores,
-    or with scores that cannot be read, and tasks that no run has a score of.
+    """The scores of each run's last step, as `lingpt eval` wrote them; and what is missing: runs without
+    scores, or with some that cannot be read, and tasks that no run has a score of.
 
     softmax: the row that others are compared with. expected: whether runs should have scores by now; if not,
     runs that still have their weights get no line.

@@ -18,7 +18,10 @@ from lingpt.common.run_folder import (
 )
 from lingpt.data import Tokenizer
 from lingpt.data.tokenizer import train_bpe
+from lingpt.eval.harness import task_measurements
+from lingpt.eval.runs import Checkpoint
 from lingpt.eval.scores import About, Result, Score
+from lingpt.eval.scoring import Scorer
 from lingpt.models import ATTENTIONS, GPT, Config, load_model, save_model
 
 BLOCK_SIZE = 64
@@ -28,6 +31,14 @@ WORDS = SENTENCE.split()
 
 def sentence(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def evaluate(checkpoint, tasks, *, num_fewshot=0, data=None, limit=None, **options) -> Result:
+    """Scores a checkpoint, or the folder of one, on tasks, as `lingpt eval` does; options: of `Scorer`."""
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint.open(checkpoint)
+    scorer = Scorer(checkpoint, **options)
+    return scorer.score(task_measurements(scorer, tasks, num_fewshot, data, limit))
 
 
 @pytest.fixture(scope="session")

@@ -96,7 +96,7 @@ def test_a_checkpoint_is_loaded_once_for_all_suites(runs, eval_data, tmp_path, m
     """Guards: gigabytes hashed and read again for each suite."""
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": "the sun warms stone " * 90}) + "\n")
     loaded, load_lm = [], scoring.load_lm
-    monkeypatch.setattr(scoring, "load_lm", lambda *args: loaded.append(args[0].label) or load_lm(*args))
+    monkeypatch.setattr(scoring, "load_lm", lambda *args: loaded.append(args[0].attention) or load_lm(*args))
     argv = ["--runs", "runs/demo-ours", "runs/demo-gla", "--suite", "table2", "language", "--tasks", "piqa"]
     texts = [
         "--texts",

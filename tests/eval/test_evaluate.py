@@ -13,12 +13,12 @@ from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import write_manifest
 from lingpt.eval import scores
-from lingpt.eval.harness import evaluate, parse_task
+from lingpt.eval.harness import parse_task
 from lingpt.eval.lm import LinGPTLM
 from lingpt.eval.runs import find_checkpoints
 from lingpt.eval.scores import About, read_results, results_path, unpack_bits
 
-from .conftest import score, tiny_model, write_checkpoint, write_run
+from .conftest import evaluate, score, tiny_model, write_checkpoint, write_run
 
 pytestmark = pytest.mark.usefixtures("no_network")
 QUIET = {"device": "cpu", "log": lambda line: None}

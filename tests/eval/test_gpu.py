@@ -9,11 +9,10 @@ from lm_eval.api.instance import Instance
 
 from lingpt.common.run_folder import checkpoint_folder
 from lingpt.data import load_tokenizer
-from lingpt.eval.harness import evaluate
 from lingpt.eval.lm import LinGPTLM
 from lingpt.models import ATTENTIONS, GPT, ModelArgs
 
-from .conftest import sentence, tiny_model, write_checkpoint, write_config
+from .conftest import evaluate, sentence, tiny_model, write_checkpoint, write_config
 
 pytestmark = pytest.mark.gpu
 

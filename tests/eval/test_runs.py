@@ -10,12 +10,11 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_json
-from lingpt.common.run_folder import CONFIG, find_model_folder, read_manifest, write_manifest
-from lingpt.eval.harness import evaluate
+from lingpt.common.run_folder import CONFIG, attention_label, find_model_folder, read_manifest, write_manifest
 from lingpt.eval.runs import Checkpoint, find_checkpoints
 from lingpt.models import OPTIMIZER, save_index, write_shards
 
-from .conftest import tiny_model, write_checkpoint, write_run
+from .conftest import evaluate, tiny_model, write_checkpoint, write_run
 
 
 def age(run, seconds):
@@ -36,7 +35,7 @@ def test_newest_run_of_each_attention(tmp_path, tokenizer):
     ]:
         age(write_run(tmp_path, name, attention, tokenizer, steps=(20, 100, 3)), seconds)
     found = find_checkpoints(tmp_path, "demo")
-    assert [(c.run.name, c.label, c.step) for c in found] == [
+    assert [(c.run.name, attention_label(c.attention), c.step) for c in found] == [
         ("new", "ours", 100),
         ("turned", "ours+softmax", 100),
         ("softmax", "softmax", 100),
