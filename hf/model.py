@@ -31,6 +31,7 @@ class LinGPTPreTrainedModel(PreTrainedModel):
     config: LinGPTConfig
     config_class = LinGPTConfig
     base_model_prefix = "transformer"
+    _input_embed_layer = "wte"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _is_stateful = True  # a state cannot go back: no assisted decoding
@@ -77,12 +78,6 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
 
     def reset_buffers(self) -> None:
         self.cos, self.sin = rope_tables(self.config.lingpt_config(), self.cos.device)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.wte
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.wte = value
 
     def forward(
         self,
@@ -229,18 +224,6 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
         self.transformer = LinGPTModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.transformer.wte
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.transformer.wte = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.lm_head = value
 
     def forward(
         self,

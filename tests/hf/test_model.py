@@ -70,6 +70,14 @@ def test_logits_are_lingpts(model, exported, tokens, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(exported.buffers(), constants, strict=True))
 
 
+def test_transformers_finds_the_embeddings(exported):
+    """As where tokens are added for a chat."""
+    rows = exported.config.vocab_size + 3
+    exported.resize_token_embeddings(rows)
+    assert len(exported.transformer.wte.weight) == len(exported.lm_head.weight) == rows
+    assert exported(torch.tensor([[rows - 1]])).logits.shape == (1, 1, rows)
+
+
 @torch.no_grad()
 def test_generate_is_lingpts(model, exported, tokens):
     """Greedy, with a state of constant size in all layers but softmax's."""
