@@ -14,7 +14,6 @@ from lingpt.models import GPT
 from lingpt.models.weight_decay import parameter_groups
 from lingpt.train.config import Recipe, TrainConfig, decay_steps, warmup_steps
 from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.muon import MuonAndAdamW
 from lingpt.train.profile import span
 from lingpt.train.segments import segment_losses
 
@@ -60,6 +59,23 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     muon = torch.optim.Muon(matrices, rate, config.weight_decay, adjust_lr_fn="match_rms_adamw")
     muon.param_groups[0]["lr_ratio"] = rate / config.learning_rate
     return MuonAndAdamW(muon, adamw)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon (Jordan 2024) on the matrices of the blocks and AdamW on the rest, as one optimizer: their groups,
+    Muon's first, and their state are its own."""
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        self.parts = (muon, adamw)
+        # Muon has no fused form; Parallel.load_optimizer reads both keys of every group.
+        super().__init__([*muon.param_groups, *adamw.param_groups], {"fused": False, "foreach": None})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        # Set anew, as `load_state_dict` replaces both.
+        for part, groups in zip(self.parts, (self.param_groups[:1], self.param_groups[1:]), strict=True):
+            part.state, part.param_groups = self.state, groups
+            part.step()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
