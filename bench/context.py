@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lingpt.bench.environment import environment
+from lingpt.bench.results import markdown
 from lingpt.common.files import write_json
 from lingpt.common.run_folder import read_metrics
 from lingpt.train.console import print_rank0
@@ -152,7 +153,7 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     head = ("kind", "attention", "N", "devices", "tokens/s a device", "of one", "GB a device", "first loss")
     cells = [
-        (
+        [
             row.kind,
             row.attention,
             f"{row.seq_len:,}",
@@ -161,8 +162,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.relative:.3f}" if row.relative else "",
             f"{row.memory:.1f}" if row.memory else "",
             f"{row.losses[0]:.5f}" if row.losses else "",
-        )
+        ]
         for row in rows
     ]
-    lines = [head, tuple("---" for _ in head), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(head, cells)

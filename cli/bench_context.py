@@ -37,5 +37,5 @@ def run(options: Options) -> None:
     names = ("model", "attentions", "seq_lens", "base_len", "check_len", "devices", "accelerator", "steps")
     values = {name: vars(options)[name] for name in (*names, "budget")}
     rows = bench_context(**values, options=options.options.split(), out=out)
-    (out / "context.md").write_text(table(rows) + "\n")
-    print(f"\n{table(rows)}\n\n{out / 'context.json'}")
+    (out / "context.md").write_text(table(rows))
+    print(f"\n{table(rows)}\n{out / 'context.json'}")
