@@ -27,7 +27,7 @@ from lingpt.common import arguments
 from lingpt.common.errors import INTERRUPTED, Interrupted, UserError, nearest
 from lingpt.common.files import DISK_ERRORS, disk_fix
 from lingpt.common.install import install_command, installed_version
-from lingpt.common.parent import end_with_parent
+from lingpt.common.parent import STOP_SIGNALS, end_with_parent
 
 VERBS = {  # verb: (module, what it does)
     "train": ("lingpt.cli.train", "train a model, or resume a run"),
@@ -109,9 +109,8 @@ def _signals_interrupt(received: list[int]) -> Iterator[None]:
         received.append(number)
         raise Interrupted(number)
 
-    stop = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     here = threading.current_thread() is threading.main_thread()
-    handlers = {n: signal.getsignal(n) for n in stop if here}
+    handlers = {n: signal.getsignal(n) for n in STOP_SIGNALS if here}
     handlers = {n: x for n, x in handlers.items() if x in (signal.SIG_DFL, signal.default_int_handler)}
     try:
         for number in handlers:
