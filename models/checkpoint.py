@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, read_yaml
 from lingpt.common.run_folder import MODEL_CONFIG, WEIGHTS
 from lingpt.models import gpt_neox, llama
-from lingpt.models.architecture import MODELS
+from lingpt.models.architecture import MODELS, Architecture
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 from lingpt.models.init import set_weight
@@ -36,11 +36,8 @@ _ATTENTION = "lingpt.attention"  # key in the metadata of the weights
 _LITGPT_WEIGHTS = "lit_model.pth"
 
 # The sizes, and settings that determine how weights are used but do not show in their shapes.
-_ARCHITECTURE = (
-    "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "parallel_residual", "norm_class_name",
-    "norm_eps", "norm_qk", "mlp_class_name", "attn_bias", "tie_embeddings", "rotary_percentage", "rope_base",
-    "rope_adjustments", "intermediate_size", "bias", "padded_vocab_size",
-)  # fmt: skip
+_MAY_DIFFER = ("name", "block_size", "vocab_size", "padding_multiple")
+_ARCHITECTURE = [field.name for field in fields(Architecture) if field.name not in _MAY_DIFFER]
 
 
 def save_model(model: GPT, folder: str | Path, weights: dict[str, torch.Tensor] | None = None) -> None:
@@ -202,19 +199,18 @@ def _read_model(
     folder: Path, device: torch.device | str = "cpu"
 ) -> tuple[Config, dict[str, torch.Tensor], str]:
     """The configuration and tensors (LitGPT's keys) of a folder of any kind, and its kind in words."""
-    check_source(folder)
+    config = read_model_config(folder)
     if (folder / _LITGPT_WEIGHTS).is_file():
-        config, tensors = _litgpt_config(folder), read_pickled_tensors(folder / _LITGPT_WEIGHTS)
+        tensors = read_pickled_tensors(folder / _LITGPT_WEIGHTS)
         tensors = {re.sub(r"\.norm_([qk])\.", r".\1_norm.", name): x for name, x in tensors.items()}
         return config, tensors, "LitGPT checkpoint"
-    model_type = read_json_object(folder / MODEL_CONFIG).get("model_type")
-    if model_type == "gpt_neox":
-        return *gpt_neox.read_gpt_neox(folder), "Hugging Face GPT-NeoX"
+    values = read_json_object(folder / MODEL_CONFIG)
+    if (model_type := values["model_type"]) == "gpt_neox":
+        return config, gpt_neox.read_weights(folder, config), "Hugging Face GPT-NeoX"
     if model_type in llama.KINDS:
-        return *llama.read_llama(folder), f"Hugging Face {model_type}"
-    config = _read_config(folder)
+        return config, llama.read_weights(folder, config), f"Hugging Face {model_type}"
     kind = f"LinGPT model with attention {config.attention!r}"
-    if _is_export(folder):
+    if "network" in values:  # transformers may have written it: without our metadata, and in other files
         return config, gpt_neox.read_hf_weights(folder), kind
     if is_sharded(folder):
         tensors, metadata = read_sharded_weights(folder, device)
@@ -256,11 +252,6 @@ def _read_config(folder: Path) -> Config:
     if not isinstance(network, dict):  # of `export_hf`, or saved by transformers
         raise UserError(f"{folder / MODEL_CONFIG} is damaged: its network is no object")
     return Config.from_dict(network | {"padded_vocab_size": values.get("vocab_size")})
-
-
-def _is_export(folder: Path) -> bool:
-    """Whether transformers may have written the weights: without our metadata, and in other files."""
-    return "network" in read_json_object(folder / MODEL_CONFIG)
 
 
 def _check_same_tensors(

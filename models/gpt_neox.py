@@ -23,14 +23,13 @@ _WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": re
 _CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 
 
-def read_gpt_neox(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
-    """The configuration of a GPT-NeoX folder, and its tensors under LitGPT's keys."""
+def read_weights(folder: Path, config: Config) -> dict[str, torch.Tensor]:
+    """The tensors of a GPT-NeoX folder under LitGPT's keys."""
     import lingpt.models.lightning_import  # noqa: F401 (before LitGPT imports Lightning)
 
     # isort: split
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_gpt_neox
 
-    config = config_of_hf(read_json_object(folder / MODEL_CONFIG), folder)
     tensors: dict[str, torch.Tensor] = {}
     try:
         copy_weights_gpt_neox(config, tensors, read_hf_weights(folder))
@@ -38,7 +37,7 @@ def read_gpt_neox(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
         raise UserError(f"{folder} has a tensor {error} that is none of GPT-NeoX's") from error
     except RuntimeError as error:  # wrong shape of a tensor that is split
         raise UserError(f"{folder / MODEL_CONFIG} does not fit the weights beside it: {error}") from error
-    return config, tensors
+    return tensors
 
 
 def read_hf_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -78,6 +77,19 @@ def sizes_of_hf(hf: dict[str, Any], folder: Path) -> dict[str, Any]:
         "n_head": hf["num_attention_heads"],
         "intermediate_size": hf["intermediate_size"],
         "attention": "softmax",
+    }
+
+
+def hf_sizes(config: Config) -> dict[str, Any]:
+    """The keys of `sizes_of_hf` for a model of this configuration."""
+    return {
+        "max_position_embeddings": config.block_size,
+        "vocab_size": config.padded_vocab_size,
+        "num_hidden_layers": config.n_layer,
+        "hidden_size": config.n_embd,
+        "num_attention_heads": config.n_head,
+        "intermediate_size": config.intermediate_size,
+        "tie_word_embeddings": config.tie_embeddings,
     }
 
 
@@ -126,17 +138,11 @@ def write_gpt_neox(model: GPT, folder: Path, about: dict[str, Any]) -> None:
     values = {
         "model_type": "gpt_neox",
         "architectures": ["GPTNeoXForCausalLM"],
-        "max_position_embeddings": config.block_size,
-        "vocab_size": config.padded_vocab_size,
-        "num_hidden_layers": config.n_layer,
-        "hidden_size": config.n_embd,
-        "num_attention_heads": config.n_head,
-        "intermediate_size": config.intermediate_size,
+        **hf_sizes(config),
         "layer_norm_eps": config.norm_eps,
         "use_parallel_residual": config.parallel_residual,
         "attention_bias": True,
         "hidden_act": "gelu",
-        "tie_word_embeddings": False,
         # In both forms: transformers 5 reads the first one if it is alone, but `rotary_pct` overrides it.
         "rope_parameters": {
             "rope_type": "default",

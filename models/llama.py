@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_json_object
 from lingpt.common.run_folder import MODEL_CONFIG
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
-from lingpt.models.gpt_neox import read_hf_weights, sizes_of_hf
+from lingpt.models.gpt_neox import hf_sizes, read_hf_weights, sizes_of_hf
 from lingpt.models.model_folder import write_model_folder
 
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -30,12 +29,9 @@ _NAMES = {
 _PARTS = ("q_proj", "k_proj", "v_proj")
 
 
-def read_llama(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
-    """The configuration of such a folder, and its tensors under our keys."""
-    config, tensors = (
-        config_of_hf(read_json_object(folder / MODEL_CONFIG), folder),
-        read_hf_weights(folder),
-    )
+def read_weights(folder: Path, config: Config) -> dict[str, torch.Tensor]:
+    """The tensors of such a folder under our keys."""
+    tensors = read_hf_weights(folder)
     if config.tie_embeddings:
         tensors.pop("lm_head.weight", None)
     for layer in range(config.n_layer):
@@ -45,7 +41,7 @@ def read_llama(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
                 tensors[names[0].replace("q_proj", "qkv")] = torch.cat([tensors.pop(name) for name in names])
     for ours, theirs in reversed(_NAMES.items()):
         tensors = {name.replace(f"{theirs}.", f"{ours}."): tensor for name, tensor in tensors.items()}
-    return config, tensors
+    return tensors
 
 
 def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
@@ -115,17 +111,11 @@ def write_llama(model: GPT, folder: Path, about: dict[str, Any]) -> None:
     values = {
         "model_type": kind,
         "architectures": [KINDS[kind]],
-        "max_position_embeddings": config.block_size,
-        "vocab_size": config.padded_vocab_size,
-        "num_hidden_layers": config.n_layer,
-        "hidden_size": config.n_embd,
-        "num_attention_heads": config.n_head,
+        **hf_sizes(config),
         "num_key_value_heads": config.n_query_groups,
         "head_dim": config.head_size,
-        "intermediate_size": config.intermediate_size,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
-        "tie_word_embeddings": config.tie_embeddings,
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
     }
