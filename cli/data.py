@@ -18,6 +18,7 @@ HELP = (
     "Prepare a corpus: tokenise it into the cache, and show what is in it. "
     f"{STATS} also reads the text for its duplicates, and draws the lengths of its documents in {PICTURE}."
 )
+COUNTS = "{documents:,} documents, {tokens:,} tokens, {bytes:,} bytes, {blocks:,} blocks"
 SAMPLE_TOKENS, SAMPLE_LINES, SAMPLE_WIDTH = 200, 6, 100
 
 
@@ -59,7 +60,7 @@ def report(dataset: Dataset, seconds: float) -> str:
     rows = [
         ("source", about["source"]),
         ("tokenizer", f"{about['tokenizer']}, {about['vocab_size']:,} tokens"),
-        *((name, _counts(about[name])) for name in ("train", "val")),
+        *((name, COUNTS.format(**about[name])) for name in ("train", "val")),
         *((("left out", f"{empty:,} empty documents"),) if empty else ()),
         *(
             (("dropped", f"{about['dropped_duplicates']:,} copies"),)
@@ -79,7 +80,3 @@ def report(dataset: Dataset, seconds: float) -> str:
     return "\n".join(
         [*(f"{name:<12} {value}" for name, value in rows), "", "it begins:", *(f"  {x}" for x in lines)]
     )
-
-
-def _counts(split: dict[str, int]) -> str:
-    return "{documents:,} documents, {tokens:,} tokens, {bytes:,} bytes, {blocks:,} blocks".format(**split)

@@ -169,7 +169,8 @@ def read_values(cls: Any, flat: Mapping[str, Any]) -> dict[str, Any]:
     options = options_of(cls)
     for key in flat:
         if key in _groups(cls):
-            raise UserError(f"{key!r} is not a group of keys, as {_one_of(options, key)}")
+            inside = next(name for name in options if name.startswith(f"{key}."))
+            raise UserError(f"{key!r} is not a group of keys, as {inside!r}")
         if key not in options:
             raise UserError(f"unknown key {key!r}{nearest(key, options)}")
     return {key: options[key].read(key, value) for key, value in flat.items()}
@@ -195,10 +196,6 @@ def check_options(options: Any, prefix: str = "") -> None:
 def _groups(cls: Any) -> dict[str, type]:
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in fields(cls) if is_dataclass(hints[field.name])}
-
-
-def _one_of(options: Iterable[str], group: str) -> str:
-    return repr(next(key for key in options if key.startswith(f"{group}.")))
 
 
 def _read(parts: Iterable[Any], value: Any) -> Any:

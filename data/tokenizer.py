@@ -155,26 +155,21 @@ def find_tokenizer(source: str | os.PathLike) -> Path | None:
     """The `tokenizer.json` that `source` names, or None if `source` may be a name on the hub. UserError if it
     is neither.
     """
-    path = expand(source)
+    path, name = expand(source), str(source)
     if path.is_dir():
         path = path / TOKENIZER
         if not path.exists():
             raise UserError(
                 f"the folder {source} holds no tokenizer.json: give one that does, or a name on the hub"
             )
-    elif not path.exists() and _may_be_on_hub(str(source)):
-        return None
     elif not path.exists():
+        if name.count("/") <= 1 and not name.startswith(("/", ".", "~")) and not name.endswith(".json"):
+            return None  # it looks like `owner/name`
         raise UserError(
             f"there is no tokenizer at {source}: give the path of a tokenizer.json, a folder that holds "
             "one, or a name on the hub"
         )
     return path
-
-
-def _may_be_on_hub(name: str) -> bool:
-    """Whether `name` looks like `owner/name`; anything else is a path."""
-    return name.count("/") <= 1 and not name.startswith(("/", ".", "~")) and not name.endswith(".json")
 
 
 def _from_hub(name: str) -> Path:

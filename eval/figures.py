@@ -33,7 +33,9 @@ def _draw(task: str, results: Sequence[Result], folder: Path) -> list[Path]:
     names = list(dict.fromkeys(str(score.texts) for _, scores in found for score in scores))
     if not names:
         return []
-    labels, legend = _labels([about.run for about, _ in found]), dict[int, Any]()
+    rows, legend = [without_seed(about.run) for about, _ in found], dict[int, Any]()
+    # The run's own name where several lines are of one row.
+    labels = [row if rows.count(row) == 1 else about.run for row, (about, _) in zip(rows, found, strict=True)]
     width = 1.2 + 3.9 * len(names) + 0.7 + 0.07 * max(map(len, labels))  # inches: the panels and the legend
     file, axis = FIGURES[task]
     figure = new_figure(width, 3.6)
@@ -76,12 +78,6 @@ def _style_panel(panel: Any, name: str, axis: str, scores: Sequence[Score]) -> N
     panel.set_title(name, loc="left", fontsize=10, parse_math=False)
     panel.set_xlabel(axis)
     style_axes(panel)
-
-
-def _labels(runs: Sequence[str]) -> list[str]:
-    """The name of each run's row; the run's own name if several lines are of one row."""
-    rows = [without_seed(run) for run in runs]
-    return [row if rows.count(row) == 1 else run for row, run in zip(rows, runs, strict=True)]
 
 
 def caption(scores: Sequence[tuple[About, Score]]) -> str:

@@ -164,8 +164,14 @@ def text_measurements(
     measures, found, measurements = measures_of(suites), list[Texts](), list[Measurement]()
     length = scorer.checkpoint.train_length
     if "needle" in measures:
+        from lingpt.eval.recall.needle import LENGTHS, find_needles
+
         measures.remove("needle")
-        measurements += _needles(length * max_length_factor)
+        measurements += [
+            Measurement(text_key("needle", f"{tokens:,} tokens"), tokens, {"from": "generated"}, find_needles)
+            for tokens in LENGTHS
+            if tokens <= length * max_length_factor
+        ]
     for name, source in texts.items() if measures else ():
         with scorer.leaving_out(f"text {name}"):
             found.append(read_texts(name, source))
@@ -175,17 +181,6 @@ def text_measurements(
             compute = functools.partial(_measure, measure=measure, texts=text, train_length=length)
             measurements.append(Measurement(text_key(measure, text.name), room, text.data, compute))
     return measurements
-
-
-def _needles(longest: int) -> list[Measurement]:
-    """The suite `needle`, up to this length in tokens."""
-    from lingpt.eval.recall.needle import LENGTHS, find_needles
-
-    return [
-        Measurement(text_key("needle", f"{length:,} tokens"), length, {"from": "generated"}, find_needles)
-        for length in LENGTHS
-        if length <= longest
-    ]
 
 
 def _measure(lm: "LinGPTLM", measure: str, texts: Texts, train_length: int) -> Score:

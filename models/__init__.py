@@ -10,7 +10,6 @@ from lingpt.models.attention import (
     parse_form,
 )
 from lingpt.models.checkpoint import (
-    LoadReport,
     check_sizes,
     check_source,
     load_model,
@@ -47,7 +46,6 @@ __all__ = [
     "Block",
     "Config",
     "DecodingState",
-    "LoadReport",
     "ModelArgs",
     "attention_form",
     "check_sizes",

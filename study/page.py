@@ -63,7 +63,8 @@ def write_page(
         notes += odd
     scores = _score_sections(study, folder, mean_scores(results))
     lists = [_listed("Not in the tables", missing), _listed("Notes", notes)]
-    sections = [study.about, setting, *lists, *losses, *scores, _mqar(folder)]
+    mqar = [read_text(folder / MQAR).strip(), "![MQAR](mqar/mqar.png)"] if (folder / MQAR).exists() else []
+    sections = [study.about, setting, *lists, *losses, *scores, *mqar]
     save_page(page, f"# Study {study.name}", "\n\n".join(filter(None, sections)))
     return page
 
@@ -116,9 +117,3 @@ def _score_sections(study: Study, folder: Path, results: Sequence[Result]) -> li
     save_suites(results, folder, study.suites)
     figures = [f"![{title}]({name})" for name, title in POSITIONS.items() if (folder / name).exists()]
     return [table.section() for table in [*tables, *suite_tables(results, study.suites)]] + figures
-
-
-def _mqar(folder: Path) -> str:
-    if not (folder / MQAR).exists():
-        return ""
-    return read_text(folder / MQAR).strip() + "\n\n![MQAR](mqar/mqar.png)"

@@ -132,9 +132,6 @@ class Trained(Trial):
     seconds: float
     device: str = ""
 
-    def is_of(self, trial: Trial) -> bool:
-        return asdict(trial).items() <= asdict(self).items()
-
 
 def make_trials(
     attentions: Sequence[str],

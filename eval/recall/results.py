@@ -2,7 +2,7 @@
 2312.06635, figure 4)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ def read_known(path: Path, trials: Sequence[Trial]) -> tuple[list[Trained], dict
         found = _FILE.validate_json(read_bytes(path), strict=True).results
     except ValidationError as error:
         raise UserError(f"{path} is damaged: remove it") from error
-    known = {trial.key: result for trial in trials for result in found if result.is_of(trial)}
+    asked = {trial.key: asdict(trial).items() for trial in trials}
+    known = {key: one for key, trial in asked.items() for one in found if trial <= asdict(one).items()}
     return [result for result in found if result not in known.values()], known
 
 
