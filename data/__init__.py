@@ -13,7 +13,7 @@ from lingpt.data.dataset import (
 )
 from lingpt.data.mixture import Blocks
 from lingpt.data.ngram import baseline_loss, bigram_loss
-from lingpt.data.packing import Batch, PackedDocuments
+from lingpt.data.packing import Batch
 from lingpt.data.stream import PackedDataset
 from lingpt.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -24,7 +24,6 @@ __all__ = [
     "DataConfig",
     "Dataset",
     "PackedDataset",
-    "PackedDocuments",
     "Prefetcher",
     "Tokenizer",
     "availability",

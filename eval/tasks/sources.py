@@ -105,17 +105,11 @@ class Source:
 def sources() -> dict[str, Source]:
     """Every data set that `EVAL_DATA` can replace, by `path` or `path/name` on the hub."""
     text = (resources.files("lingpt.eval.tasks") / "sources.yaml").read_text(encoding="utf-8")
-    return {
-        name: Source(
-            tasks=entry["tasks"],
-            fields=entry["fields"],
-            splits={split: SplitFile(**value) for split, value in entry["splits"].items()},
-            select=entry.get("select"),
-            reader=entry.get("reader"),
-            task=entry.get("task"),
-        )
-        for name, entry in yaml.safe_load(text).items()
-    }
+    found = {}
+    for name, entry in yaml.safe_load(text).items():
+        splits = {split: SplitFile(**value) for split, value in entry.pop("splits").items()}
+        found[name] = Source(splits=splits, **entry)
+    return found
 
 
 def official_questions(task: str) -> int | None:
