@@ -1,7 +1,7 @@
 # docker build -t lingpt . && docker run --rm -v "$PWD/runs:/lingpt/runs" lingpt make train
 #
 # For a GPU, PyTorch's wheels bring the CUDA runtime; the host needs the driver and NVIDIA's container toolkit alone:
-#   docker build -t lingpt --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 --build-arg GPU_EXTRAS=,cuda13,gla .
+#   docker build -t lingpt --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 --build-arg GPU_EXTRAS=,cuda13 .
 #   docker run --rm --gpus all -v "$PWD/runs:/lingpt/runs" lingpt make train
 FROM python:3.12-slim
 

@@ -9,14 +9,14 @@ JOBS ?= 2#                 processes of `make test`
 # The CUDA that the driver runs: its major version picks the compiler's. Empty on a machine with no GPU.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 comma := ,
-GPU_EXTRAS := $(if $(CUDA),$(comma)cuda$(CUDA)$(comma)gla)
+GPU_EXTRAS := $(if $(CUDA),$(comma)cuda$(CUDA))
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 VENV := $(strip $(VENV))
 BIN := $(if $(VENV),$(VENV)/bin/)
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
-# What a target needs: train, eval (which has train) or dev (which has all). A file says that it is installed.
-ready = $(if $(VENV),$(VENV)/.$(1)-installed)
+# What a target needs: train, eval (which has train), dev (which has both) or bench. A file says that it is installed.
+ready = $(if $(VENV),$(patsubst %,$(VENV)/.%-installed,$(1)))
 
 FAULT_RECORD ?= docs/results/reliability/faults.json#  of `make soak`
 
@@ -62,7 +62,7 @@ study: $(call ready,eval) ## train and score several attentions: MODEL= TOKENS= 
 curves: $(call ready,train) ## loss curves of runs, or of a study, in one figure: RUNS="runs/a runs/b" (default: all in runs/)
 	$(BIN)lingpt curves $(strip $(RUNS) $(ARGS))
 
-bench: $(call ready,train) ## measure the kernels against the baselines (GPU; ARGS="--device cpu" for a taste), or, with ARGS=train, whole training steps, with ARGS=decode, decoding
+bench: $(call ready,train $(if $(CUDA),bench)) ## measure the kernels against the baselines (GPU; ARGS="--device cpu" for a taste), or, with ARGS=train, whole training steps, with ARGS=decode, decoding
 	$(BIN)lingpt bench $(ARGS)
 
 PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)pytest -n $(strip $(JOBS))
@@ -125,5 +125,5 @@ $(VENV)/.%-installed: pyproject.toml $(VENV)/.torch-installed
 	@test -z "$(CUDA)" || $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo \
 		"PyTorch cannot use this GPU (the driver runs CUDA $(CUDA)): remove $(VENV) and give the build that can," \
 		"make install TORCH_INDEX=… (pytorch.org lists them)" >&2; exit 2; }
-	@touch $(patsubst %,$(VENV)/.%-installed,train $(if $(filter-out train,$*),eval) $(filter dev,$*))
+	@touch $@ $(call ready,$(if $(filter eval dev,$*),train eval))
 endif

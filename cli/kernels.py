@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 RECORD = "docs/results/kernels/gpu-tests.json"
 RUN_THEM = "run `make test-gpu` on a machine with a GPU"
-WITHOUT_FLA = "not fla and not gla"  # the one selection accepted: it leaves out only tests of FLA's kernels
 
 
 @dataclass
@@ -141,8 +140,7 @@ def _release_check(options: Options) -> None:
         sys.exit(1)
     record = json.loads(Path(options.record).read_text())
     counts = ", ".join(f"{record.get(word, 0)} {word}" for word in ("passed", "skipped"))
-    selection = f" (-k '{record['selected']}')" if "selected" in record else ""
-    print(f"the record of the GPU tests is that of this source: {counts}{selection}")
+    print(f"the record of the GPU tests is that of this source: {counts}")
 
 
 def staleness(path: Path, current: str | None = None) -> str | None:
@@ -156,13 +154,13 @@ def staleness(path: Path, current: str | None = None) -> str | None:
             return f"no GPU record at {path}: {RUN_THEM}"
         record = json.loads(read_bytes(path))
         recorded, passed, failed = (record[key] for key in ("source_hash", "passed", "failed"))
-        selected = record.get("selected", WITHOUT_FLA)
+        selected = record.get("selected")
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"unreadable GPU record {path}: {RUN_THEM}"
     if recorded != current:
         return f"stale GPU record (kernels {recorded}, the tree has {current}): {RUN_THEM}"
     if failed or not passed:
         return f"the GPU record has {passed} tests passed and {failed} failed: fix them and {RUN_THEM}"
-    if selected != WITHOUT_FLA:
+    if selected:
         return f"the GPU record is of some tests alone (-k '{selected}'): {RUN_THEM}"
     return None

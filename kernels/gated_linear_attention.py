@@ -156,7 +156,7 @@ def choose(backend: str, q: Tensor, Dv: int) -> str:
         raise unknown("backend", backend, BACKENDS)
     if backend == "fla":
         if not HAS_FLA:
-            raise UserError(f"backend='fla' needs fla-core: {install_command('gla')}")
+            raise UserError(f"backend='fla' needs fla-core: {install_command('bench')}")
         if q.device.type != "cuda":
             raise UserError(f"backend='fla' needs CUDA tensors; these are on {q.device}")
     if backend == "auto" and q.shape[1] == 1:

@@ -132,9 +132,10 @@ def test_an_environment_is_made_once_and_by_the_constraints():
     assert not dry("install").strip().startswith("python"), "VENV= makes no environment"
     lines = make("-n", "VENV=/nonexistent", "CUDA=13", "TORCH_INDEX=https://index", "curves")
     assert "index='https://index'" in lines and "pip install torch -c 'constraints.txt'" in lines
-    assert "-e '.[train,cuda13,gla]' -c 'constraints.txt'" in lines, "only what training needs"
+    assert "-e '.[train,cuda13]' -c 'constraints.txt'" in lines, "only what training needs"
     assert lines.rstrip().endswith("/nonexistent/bin/lingpt curves")
-    for target, extra in {"eval": "eval", "test": "dev"}.items():
+    assert "-e '.[bench,cuda13]'" in make("-n", "VENV=/nonexistent", "CUDA=13", "bench"), "FLA for it alone"
+    for target, extra in {"bench": "train", "eval": "eval", "test": "dev"}.items():
         assert f"-e '.[{extra}]'" in make("-n", "VENV=/nonexistent", "CUDA=", target)
 
 

@@ -301,7 +301,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     """Guards: a package that only another one's dependencies bring, and one that nothing needs any more."""
     imported = distributions(trees())
     declared = requirements() | requirements("eval") | requirements("hf")
-    everywhere = declared | requirements("cuda13") | requirements("bench")
+    everywhere = declared | requirements("cuda13") | requirements("peers")
     assert not {top: names for top, names in imported.items() if not names & set(everywhere)}
     assert set(declared) <= set().union(*imported.values())
     needs_eval = set(requirements("eval")) - set(requirements("train"))

@@ -188,9 +188,9 @@ def _sdpa(backend: str) -> Attention:
 # The registry
 
 _GPU = (_cuda_device,)
-_FLA = (_cuda_device, _package("fla", "fla-core", install_command("gla")))
-_MAMBA = (_cuda_device, _package("mamba_ssm", "mamba-ssm", "pip install mamba-ssm"))
-_MLSTM = (_cuda_device, _package("mlstm_kernels", "mlstm-kernels", "pip install mlstm-kernels"))
+_FLA = (_cuda_device, _package("fla", "fla-core", install_command("bench")))
+_MAMBA = (_cuda_device, _package("mamba_ssm", "mamba-ssm", install_command("peers")))
+_MLSTM = (_cuda_device, _package("mlstm_kernels", "mlstm-kernels", install_command("peers")))
 
 _ALL = (
     Implementation("ours", "ours", inputs.random, _ours("cuda"), _ours("chunkwise"), _GPU, ours=True),

@@ -13,10 +13,10 @@ def test_a_source_tree_is_named_by_its_folder_and_a_wheel_by_its_name(name, tmp_
     """Guards: a name that pip would look up in an index, where the project was installed from its folder."""
     folder = tmp_path / name
     monkeypatch.setattr(install, "__file__", str(folder / "common" / "install.py"))
-    assert install.install_command("gla") == "pip install 'lingpt[gla]'"
+    assert install.install_command("hf") == "pip install 'lingpt[hf]'"
     folder.mkdir()
     (folder / "pyproject.toml").touch()
-    assert shlex.split(install.install_command("gla")) == ["pip", "install", "-e", f"{folder}[gla]"]
+    assert shlex.split(install.install_command("hf")) == ["pip", "install", "-e", f"{folder}[hf]"]
 
 
 def test_the_version_of_a_package_that_is_not_installed_is_none():
