@@ -39,11 +39,12 @@ def run(options: Options) -> None:
 
 def _specs() -> "list[tuple[KernelSpec, str]]":
     """(spec, architecture) of every kernel; UserError if no compiler is installed."""
+    from lingpt.kernels.linear_attention.cuda import channel_decay, variants
     from lingpt.kernels.linear_attention.cuda.toolchain import compiler_version
-    from lingpt.kernels.linear_attention.cuda.variants import specs
 
     compiler_version()
-    return [(spec, arch) for spec in specs() for arch in spec.architectures]
+    specs = variants.specs() + channel_decay.specs()
+    return [(spec, arch) for spec in specs for arch in spec.architectures]
 
 
 def _here() -> str | None:
@@ -62,7 +63,7 @@ def _list(options: Options) -> None:
     print(f"kernels {source_hash()}, cache {cache_folder()}, this machine: {here or 'no CUDA device'}")
     for spec, arch in specs:
         cached = "cached" if spec.is_cached(arch) else "not compiled"
-        build = f"{spec.source} {spec.names[0]}"  # builds of one source differ in the template arguments
+        build = f"{spec.source} {spec.title or spec.names[0]}"
         print(f"{build:<76} {arch:<8} {cached:<13}{'← this GPU' if arch == here else ''}".rstrip())
     if here and here not in {arch for _, arch in specs}:
         print(f"{here}: {_unlisted()}")

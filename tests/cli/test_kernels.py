@@ -10,6 +10,8 @@ import torch
 from lingpt.bench.kernels.selftest import SHAPES, self_test
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
+from lingpt.kernels.linear_attention.cuda import channel_decay
+from lingpt.models.architecture import MODELS
 
 
 def test_the_self_test_judges() -> None:
@@ -42,6 +44,7 @@ def test_kernels_are_listed_and_compiled(
     source.write_text('extern "C" __global__ void noop(float* x) { x[threadIdx.x] = WIDTH; }')
     spec = KernelSpec(str(source), ("noop",), {"WIDTH": 64}, architectures=("sm_80", "sm_90a"))
     monkeypatch.setattr(variants, "specs", lambda: [spec])
+    monkeypatch.setattr(channel_decay, "specs", lambda: [])
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path))
     assert main(["kernels", "compile", "--arch", "sm_90a"]) == 0
     assert "noop" in capsys.readouterr().out
@@ -50,6 +53,19 @@ def test_kernels_are_listed_and_compiled(
     assert [line.split()[2:] for line in lines[1:3]] == [["sm_80", "not", "compiled"], ["sm_90a", "cached"]]
     assert main(["kernels", "compile", "--arch", "sm_75"]) == 2
     assert "there are kernels for sm_80, sm_90a" in capsys.readouterr().err
+
+
+@pytest.mark.nvrtc
+def test_what_gla_trains_with_is_compiled_ahead(capsys: pytest.CaptureFixture) -> None:
+    """Guards: a first step of a model of ours that compiles for itself; lines that no one can tell apart."""
+    assert main(["kernels", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(set(lines)) == len(lines)
+    ours = [line for line in lines if line.split()[0] == channel_decay.SOURCE and " sm_90a " in line]
+    for shape in MODELS.values():
+        Dk, Dv = (max(32, shape["n_embd"] // parts) for parts in (8, 4))  # of four heads; padded
+        if Dk <= channel_decay.MOST_KEYS:
+            assert any(f"bf16, gates float, Dk = {Dk}, Dv = {Dv} " in line for line in ours), shape
 
 
 @pytest.mark.nvrtc

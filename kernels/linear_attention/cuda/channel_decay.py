@@ -23,7 +23,12 @@ from lingpt.kernels.linear_attention.cuda.launch import (
     current_device,
     raw_stream,
 )
-from lingpt.kernels.linear_attention.cuda.toolchain import card, check_usable, native_arch
+from lingpt.kernels.linear_attention.cuda.toolchain import (
+    card,
+    check_usable,
+    native_arch,
+    supported_architectures,
+)
 from lingpt.kernels.linear_attention.cuda.variants import SMALL_SHARED
 
 SOURCE = "channel_decay.cu"
@@ -32,6 +37,8 @@ CHUNK, SUBS = 32, 2  # tokens that a block takes at a time, and the blocks of 16
 # Tokens of a segment at most: the gradient of decays is summed up within one, and so is its rounding.
 LONGEST_SEGMENT = 1024
 WIDTH, MOST_KEYS, MOST_VALUES = 32, 256, 512  # Dk and Dv are multiples of the first
+# (Dk, Dv) to compile ahead: of `gla`, by the width of the model, and those of heads as models have them.
+HEAD_SHAPES = ((32, 32), (32, 64), (64, 128), (96, 192), (128, 256), (256, 512), (64, 64), (128, 128))
 
 _TENSORS = ("a", "b", "c", "gate", "k")  # those with strides
 PARAMS = Fields(
@@ -88,6 +95,15 @@ class Build:
         return whole, scan, states
 
     @property
+    def unsupported_reason(self) -> str | None:
+        """Why its architecture cannot run it; None if it can."""
+        needed, most = max(self.shared) // 1024, most_shared(self.arch)
+        if needed < most:
+            return None
+        shape = f"Dk = {self.Dk} and Dv = {self.Dv}"
+        return f"{shape} need {needed + 1} KB of shared memory a block, {self.arch} has {most}"
+
+    @property
     def threads(self) -> tuple[int, int]:
         """Of a block of the left and of the right form."""
         left, right = self.slices
@@ -122,7 +138,8 @@ class Build:
         left, right, states = self.shared
         defines = {"CHANNEL_PARAMS_BYTES": PARAMS.size, "LEFT_BYTES": left}
         defines |= {"STATES_BYTES": states, "RIGHT_BYTES": right}
-        return KernelSpec(SOURCE, tuple(self.names.values()), defines, (self.arch,))
+        title = f"{self.tag}, gates {self.gate_tag}, Dk = {self.Dk}, Dv = {self.Dv}"
+        return KernelSpec(SOURCE, tuple(self.names.values()), defines, (self.arch,), title)
 
     @functools.cached_property
     def kernels(self) -> dict[str, Kernel]:
@@ -132,6 +149,14 @@ class Build:
 
 
 build_for = functools.cache(Build)  # which keeps its kernels
+
+
+def specs() -> list[KernelSpec]:
+    """The builds that `lingpt kernels` compiles ahead: bf16 with gates in fp32, as `gla` trains."""
+    builds = (
+        Build(arch, "bf16", "float", Dk, Dv) for arch in supported_architectures() for Dk, Dv in HEAD_SHAPES
+    )
+    return [build.spec for build in builds if build.unsupported_reason is None]
 
 
 def _widest(channels: int, most: int) -> int:
@@ -180,10 +205,7 @@ def _no_kernels(dtype: torch.dtype, Dk: int, Dv: int, device: torch.device) -> s
         check_usable(arch := native_arch(device))
     except UserError as error:
         return str(error)
-    needed, most = max(Build(arch, TAGS[dtype], "float", Dk, Dv).shared) // 1024, most_shared(arch)
-    if needed >= most:
-        return f"Dk = {Dk} and Dv = {Dv} need {needed + 1} KB of shared memory a block, {arch} has {most}"
-    return None
+    return Build(arch, TAGS[dtype], "float", Dk, Dv).unsupported_reason
 
 
 def most_shared(arch: str) -> int:

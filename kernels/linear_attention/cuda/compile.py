@@ -47,6 +47,7 @@ class KernelSpec:
     names: tuple[str, ...]
     defines: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     architectures: tuple[str, ...] = ARCHITECTURES
+    title: str | None = None  # in lists, if the first kernel's name does not tell the build
 
     def compile(self, arch: str) -> CompiledModule:
         return compile_kernels(self.source, arch, self.defines, self.names)
