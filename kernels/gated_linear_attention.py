@@ -2,9 +2,9 @@
 
     S_t = diag(α_t) S_{t−1} + k_t v_tᵀ,    o_t = scale · S_tᵀ q_t                                     (eq. 3)
 
-with a gate α_t ∈ (0, 1] for every key dimension. Five implementations: the definition, a chunkwise form in
-plain PyTorch (any device, analytical backward), the recurrence for decoding, our CUDA kernels
-(linear_attention/cuda/channel_decay.cu), and fla-core's Triton kernels.
+with a gate α_t ∈ (0, 1] for every key dimension. Five implementations: the definition and the recurrence of
+unified_linear_attention.py, with ln α as its left decay; a chunkwise form in plain PyTorch (any device,
+analytical backward); our CUDA kernels (linear_attention/cuda/channel_decay.cu); fla-core's Triton kernels.
 """
 
 import functools
@@ -12,7 +12,6 @@ import importlib.util
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.common.install import install_command
+from lingpt.kernels import channel_decay_operator
+from lingpt.kernels import unified_linear_attention as unified
+from lingpt.kernels.channel_decay_operator import CHUNK, gated_linear_attention_flops
 from lingpt.kernels.context_parallel import Context
-from lingpt.kernels.linear_attention.cuda import channel_decay
 from lingpt.kernels.numerics import (
     LOG_ZERO,
     first_tokens,
@@ -35,8 +36,8 @@ from lingpt.kernels.numerics import (
     true_fp32,
 )
 
-CHUNK, SUBCHUNK = 64, 16
-BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda", "fla")
+SUBCHUNK = 16
+BACKENDS = (*unified.BACKENDS, "fla")
 HAS_FLA = importlib.util.find_spec("fla") is not None
 _TRITON_LOCK = threading.Lock()  # evaluation has a thread per GPU; Triton's autotuners serve one at a time
 
@@ -108,7 +109,7 @@ def gated_linear_attention_with_state(
     backend = choose(backend, q, v.shape[-1])
     forms: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
         "chunkwise": _chunkwise,
-        "cuda": _cuda,
+        "cuda": channel_decay_operator.attend,
         "reference": _reference,
         "recurrent": _recurrent,
         "fla": fla_attention,
@@ -120,15 +121,6 @@ def gated_linear_attention_with_state(
         _, own = attend(q, k, v, log_gate, None, scale)
         initial_state = context.state_before(own, log_gate.to(own.dtype).sum(1).exp())
     return attend(q, k, v, log_gate, initial_state, scale)
-
-
-def gated_linear_attention_flops(B: int, N: int, H: int, Dk: int, Dv: int) -> int:
-    """FLOPs of the forward pass: the matrix products of the chunkwise form, of causal ones the causal half.
-
-    Per token and head 4·Dk·Dv across chunks (q·S, and k vᵀ into S), and 2·C·(Dk + Dv) / 2 within chunks of
-    C = 64 tokens. The gates' element-wise work is not counted. The backward pass counts twice that.
-    """
-    return B * N * H * (4 * Dk * Dv + min(N, CHUNK) * (Dk + Dv))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | None) -> None:
@@ -159,118 +151,16 @@ def choose(backend: str, q: Tensor, Dv: int) -> str:
             raise UserError(f"backend='fla' needs fla-core: {install_command('bench')}")
         if q.device.type != "cuda":
             raise UserError(f"backend='fla' needs CUDA tensors; these are on {q.device}")
-    if backend == "auto" and q.shape[1] == 1:
-        return "recurrent"
-    if backend not in ("auto", "cuda"):
         return backend
-    reason = _cuda_unsupported_reason(q, Dv)
-    if reason is None:
-        return "cuda"
-    if backend == "cuda":
-        raise UserError(f"backend='cuda' cannot run this: {reason}")
-    if q.device.type == "cuda" and not torch.compiler.is_compiling():
-        warnings.warn(f"gated_linear_attention runs on the slower chunkwise backend: {reason}", stacklevel=4)
-    return "chunkwise"
-
-
-def _cuda_unsupported_reason(q: Tensor, Dv: int) -> str | None:
-    if q.device.type != "cuda":
-        return f"the tensors are on {q.device.type}"
-    return channel_decay.unsupported_reason(q, *(d + -d % channel_decay.WIDTH for d in (q.shape[-1], Dv)))
+    return unified.choose(backend, q, Dv)
 
 
 def _reference(q, k, v, log_gate, initial_state, scale):
-    """o_i = scale Σ_{j≤i} (Σ_d q_id k_jd exp(G_id − G_jd)) v_j, G the cumulative sum of log_gate; in float64.
-
-    The oracle for the other backends. Memory O(N²·Dk).
-    """
-    q64, k64, v64, G = (x.double().transpose(1, 2) for x in (q, k, v, log_gate))  # [B, H, N, ·]
-    G, N = G.cumsum(2), q.shape[1]
-    causal = torch.ones(N, N, dtype=torch.bool, device=q.device).tril()[:, :, None]
-    fade = (G[:, :, :, None] - G[:, :, None]).where(causal, float("-inf")).exp()  # [B, H, i, j, Dk]
-    scores = scale * torch.einsum("bhid,bhjd,bhijd->bhij", q64, k64, fade)
-    o = scores @ v64
-    left = (G[:, :, -1:] - G).exp()
-    state = (left * k64).mT @ v64
-    if initial_state is not None:
-        o = o + scale * (q64 * G.exp()) @ initial_state.double()
-        state = state + (G[:, :, -1, :, None].exp() if N else 1) * initial_state.double()
-    return o.transpose(1, 2).to(q.dtype), state.to(state_dtype(q.dtype))
+    return unified.reference(q, k, v, log_gate, None, initial_state, scale)
 
 
 def _recurrent(q, k, v, log_gate, initial_state, scale):
-    """The recurrence, by element-wise products and sums, whose precision autocast and TF32 do not reduce."""
-    dtype, (B, N, H, Dk) = state_dtype(q.dtype), q.shape
-    qs, ks, vs, gate = scale * q.to(dtype), k.to(dtype), v.to(dtype), log_gate.to(dtype).exp()
-    state = initial_state if initial_state is not None else qs.new_zeros(B, H, Dk, v.shape[-1])
-    outputs = []
-    for t in range(N):
-        state = gate[:, t, :, :, None] * state + ks[:, t, :, :, None] * vs[:, t, :, None]
-        outputs.append((qs[:, t, :, :, None] * state).sum(-2))
-    o = torch.stack(outputs, dim=1).to(q.dtype) if outputs else torch.empty_like(v)
-    return o, state
-
-
-def _cuda(q, k, v, log_gate, initial_state, scale):
-    """Our kernels. Channels that they do not have are zeros."""
-    if scale == 0:  # they divide the final state's gradient by it
-        q, scale = 0 * q, 1.0
-    Dk, Dv = q.shape[-1], v.shape[-1]
-    keys, values = (-d % channel_decay.WIDTH for d in (Dk, Dv))
-    if keys or values:
-        q, k, log_gate = (F.pad(x, (0, keys)) for x in (q, k, log_gate))
-        v = F.pad(v, (0, values))
-        if initial_state is not None:
-            initial_state = F.pad(initial_state, (0, values, 0, keys))
-    o, state, _ = _cuda_forward(q, k, v, log_gate, initial_state, scale)
-    return (o[..., :Dv], state[..., :Dk, :Dv]) if keys or values else (o, state)
-
-
-@torch.library.custom_op("lingpt::gated_linear_attention_cuda_fwd", mutates_args=())
-def _cuda_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o, the final state, and for the backward pass the states before segments."""
-    return channel_decay.forward(q, k, v, log_gate, state, scale)
-
-
-@torch.library.custom_op("lingpt::gated_linear_attention_cuda_bwd", mutates_args=())
-def _cuda_backward(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | None, final: Tensor, before: Tensor,
-    scale: float, do: Tensor | None, dfinal: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v, log_gate and, if there is one, of the initial state."""
-    do = torch.zeros_like(v) if do is None else do
-    return channel_decay.backward(q, k, v, log_gate, state, final, before, scale, do, dfinal)
-
-
-@_cuda_forward.register_fake
-def _(q, k, v, log_gate, state, scale):
-    B, _, H, Dk = q.shape
-    Dv, segments = v.shape[-1], channel_decay.segmentation(q, v.shape[-1])[0]
-    states = (q.new_empty(B, H, *n, Dk, Dv, dtype=torch.float32) for n in ((), (segments,)))
-    return (v.new_empty(v.shape), *states)
-
-
-@_cuda_backward.register_fake
-def _(q, k, v, log_gate, state, final, before, scale, do, dfinal):
-    return [x.new_empty(x.shape) for x in (q, k, v, log_gate, state) if x is not None]
-
-
-def _save_cuda(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_cuda(
-    ctx: Any, do: Tensor | None, dfinal: Tensor | None, _: None
-) -> tuple[Tensor | None, ...]:
-    gradients = _cuda_backward(*ctx.saved_tensors, ctx.scale, do, dfinal)
-    return *gradients, *[None] * (6 - len(gradients))
-
-
-_cuda_forward.register_autograd(_differentiate_cuda, setup_context=_save_cuda)
+    return unified.recurrent(q, k, v, log_gate, None, initial_state, scale)
 
 
 def fla_attention(q, k, v, log_gate, initial_state, scale):
@@ -387,17 +277,13 @@ def _differentiate(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[
 _chunkwise.register_autograd(_differentiate, setup_context=_save)
 
 
-@register_flop_formula(
-    [torch.ops.lingpt.gated_linear_attention_fwd, torch.ops.lingpt.gated_linear_attention_cuda_fwd]
-)
+@register_flop_formula(torch.ops.lingpt.gated_linear_attention_fwd)
 def _flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
     B, N, H, Dk = q
     return gated_linear_attention_flops(B, N, H, Dk, v[-1])
 
 
-@register_flop_formula(
-    [torch.ops.lingpt.gated_linear_attention_bwd, torch.ops.lingpt.gated_linear_attention_cuda_bwd]
-)
+@register_flop_formula(torch.ops.lingpt.gated_linear_attention_bwd)
 def _flops_backward(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
     return 2 * _flops(q, k, v)
 

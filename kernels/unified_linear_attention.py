@@ -13,8 +13,9 @@ and with ←, the same over j ≥ i with exp(L_j − L_i), exp(R_j − R_i), the
     dL = q ⊙ dq − k ⊙ dk           dR = dy ⊙ y − v ⊙ dv           dl_t = Σ_{i≥t} dL_i,  dr_t = Σ_{i≥t} dR_i
 
 RetNet and lightning attention have one l per head, Mamba-2 and mLSTM one per token, GLA, HGRN-2 and gated
-retention one per channel. Plain PyTorch on any device, in fp32 (float64 for float64 inputs), differentiable
-any number of times, memory O(N).
+retention one per channel. Four implementations: the definition; the recurrence for decoding; a chunkwise form
+in plain PyTorch, on any device, in fp32 (float64 for float64 inputs), differentiable any number of times,
+memory O(N); and, unless r is per channel, the CUDA kernels of linear_attention/cuda/channel_decay.cu.
 
 Every exponent is a difference that is ≤ 0. For decays per channel that takes two levels of chunks (GLA, Yang
 et al., §4.3): rows in blocks of 16 refer to the block's first row, the diagonal block is computed from the
@@ -23,12 +24,16 @@ differences themselves.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, unknown
+from lingpt.kernels import channel_decay_operator
 from lingpt.kernels.numerics import (
     LOG_ZERO,
+    first_tokens,
     pad_to_chunks,
     reverse_running_sum,
     state_dtype,
@@ -36,6 +41,7 @@ from lingpt.kernels.numerics import (
     true_fp32,
 )
 
+BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
 BLOCK = 16  # rows that share a reference row, if decays are per channel
 
 
@@ -50,6 +56,7 @@ def unified_linear_attention(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
+    backend: str = "auto",
 ) -> Tensor:
     """y_i = Σ_{j≤i} [(q_i ⊙ exp(L_i − L_j))·k_j] (v_j ⊙ exp(R_i − R_j)), with L and R the cumulative sums of
     `left` and `right`.
@@ -61,8 +68,17 @@ def unified_linear_attention(
         reverse: sums over j ≥ i instead, with exp(L_j − L_i) and exp(R_j − R_i).
         initial_state: [B, H, Dk, Dv], fp32 (float64 for float64 inputs): S before the first token; with
             `reverse`, after the last.
-        cu_seqlens: [sequences + 1], the boundaries of sequences packed in one row (B = 1, no states).
-        chunk_size: tokens that are computed as one matrix product; a multiple of 16.
+        cu_seqlens: int32 or int64 [sequences + 1]: borders of sequences packed into the B·N tokens, row after
+            row, as in `linear_attention`.
+        chunk_size: tokens that the chunkwise form computes as one matrix product; a multiple of 16.
+        backend: one of
+            "reference"  the definition, quadratic, float64 inside;
+            "chunkwise"  plain PyTorch on any device, whose backward pass is the function itself;
+            "recurrent"  token by token, for decoding;
+            "cuda"       kernels for bf16 and fp16, Dk ≤ 256 and Dv ≤ 512, `right` not per channel; once
+                         differentiable. They read a decay for each channel: a coarser one is copied to all;
+            "auto"       recurrent for one token; cuda where it can run; else chunkwise, with a warning on
+                         CUDA devices, as it is many times slower.
 
     Returns:
         y [B, N, H, Dv] in q's dtype. Every tensor argument gets a gradient.
@@ -73,6 +89,7 @@ def unified_linear_attention(
     return unified_linear_attention_with_state(
         q, k, v, left, right,
         reverse=reverse, initial_state=initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size,
+        backend=backend,
     )[0]  # fmt: skip
 
 
@@ -87,6 +104,7 @@ def unified_linear_attention_with_state(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`unified_linear_attention`, and the state after the last token, [B, H, Dk, Dv] in fp32 (float64).
 
@@ -95,18 +113,93 @@ def unified_linear_attention_with_state(
     _check(q, k, v, initial_state, cu_seqlens, chunk_size)
     l, r = _log_decay("left", left, q), _log_decay("right", right, v)
     if cu_seqlens is not None:
-        l = _with_resets(l, cu_seqlens)
-    if initial_state is None:
-        initial_state = q.new_zeros(q.shape[0], q.shape[2], k.shape[3], v.shape[3], dtype=l.dtype)
+        first = first_tokens(cu_seqlens, *q.shape[:2])
+        l = l.masked_fill(first[..., None, None], LOG_ZERO[l.dtype])
+    backend = choose(backend, q, v.shape[-1], None if r.shape[-1] == 1 else "`right` is per channel")
+    if backend == "cuda" and right is not None:  # a decay that all of v's channels share is one of k's, too
+        l, r = l + r, torch.zeros_like(r)
     if not reverse:
-        y, state = _Forward.apply(q, k, v, l, r, initial_state, chunk_size)
-        return y, state
+        return _attend(backend, q, k, v, l, r, initial_state, chunk_size)
     # From the other end a token carries the decay of the one after it; the first token's is applied last.
     q, k, v, l, r = (x.flip(1) for x in (q, k, v, l, r))
-    y, state = _Forward.apply(q, k, v, _one_later(l), _one_later(r), initial_state, chunk_size)
+    y, state = _attend(backend, q, k, v, _one_later(l), _one_later(r), initial_state, chunk_size)
     if l.shape[1]:
         state = l[:, -1].exp().unsqueeze(-1) * state * r[:, -1].exp().unsqueeze(-2)
     return y.flip(1), state
+
+
+def choose(backend: str, q: Tensor, Dv: int, not_on_cuda: str | None = None) -> str:
+    """The backend to use, for `auto` by what the machine has; UserError if it cannot run here.
+
+    Dv: the last dimension of v. not_on_cuda: why the kernels cannot serve the call, if that is known.
+    """
+    if backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
+    if backend == "auto" and q.shape[1] == 1:
+        return "recurrent"
+    if backend not in ("auto", "cuda"):
+        return backend
+    reason = not_on_cuda or channel_decay_operator.unsupported_reason(q, Dv)
+    if reason is None:
+        return "cuda"
+    if backend == "cuda":
+        raise UserError(f"backend='cuda' cannot run this: {reason}")
+    if q.device.type == "cuda" and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"these decays run on the chunkwise backend, many times slower than the kernels: {reason}",
+            stacklevel=4,
+        )
+    return "chunkwise"
+
+
+def _attend(backend, q, k, v, l, r, state, chunk_size):
+    if backend == "reference":
+        return reference(q, k, v, l, r, state)
+    if backend == "recurrent":
+        return recurrent(q, k, v, l, r, state)
+    if backend == "cuda":
+        return channel_decay_operator.attend(q, k, v, l.expand_as(k), state, 1.0)
+    if state is None:
+        state = q.new_zeros(q.shape[0], q.shape[2], k.shape[3], v.shape[3], dtype=l.dtype)
+    return _Forward.apply(q, k, v, l, r, state, chunk_size)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, l: Tensor, r: Tensor | None, state: Tensor | None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """scale times y by its definition, and the final state; in float64. The oracle for the other backends.
+
+    l, r: [B, N, H, 1 or D], finite; no r is one of zeros. Memory O(N²·(Dk + Dv)).
+    """
+    r = torch.zeros_like(l[..., :1]) if r is None else r
+    q64, k64, v64, L, R = (x.double().transpose(1, 2) for x in (q, k, v, l, r))  # [B, H, N, ·]
+    L, R = L.cumsum(2), R.cumsum(2)
+    scores = (q64.unsqueeze(3) * k64.unsqueeze(2) * _decays_within(L, L.dtype)).sum(-1)  # [B, H, i, j]
+    y = (scores.unsqueeze(-1) * v64.unsqueeze(2) * _decays_within(R, R.dtype)).sum(3)
+    end_L, end_R = (X[:, :, -1:] if q.shape[1] else X.new_zeros(1, 1, 1, 1) for X in (L, R))
+    final = (k64 * (end_L - L).exp()).mT @ (v64 * (end_R - R).exp())
+    if state is not None:
+        y = y + ((q64 * L.exp()) @ state.double()) * R.exp()
+        final = final + end_L.exp().mT * state.double() * end_R.exp()
+    return (scale * y).transpose(1, 2).to(q.dtype), final.to(state_dtype(q.dtype))
+
+
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, l: Tensor, r: Tensor | None, state: Tensor | None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """`reference` token by token, in fp32 (float64): element-wise products and sums, whose precision autocast
+    and TF32 do not reduce."""
+    dtype, (B, N, H, Dk) = state_dtype(q.dtype), q.shape
+    q_, k_, v_ = scale * q.to(dtype), k.to(dtype), v.to(dtype)
+    decay = l.to(dtype).exp().unsqueeze(-1)  # [B, N, H, 1 or Dk, 1 or Dv]
+    decay = decay if r is None else decay * r.to(dtype).exp().unsqueeze(-2)
+    state = q_.new_zeros(B, H, Dk, v.shape[-1]) if state is None else state
+    rows = []
+    for t in range(N):
+        state = decay[:, t] * state + k_[:, t, :, :, None] * v_[:, t, :, None]
+        rows.append((q_[:, t, :, :, None] * state).sum(-2))
+    y = torch.stack(rows, dim=1).to(q.dtype) if rows else torch.empty_like(v)
+    return y, state
 
 
 class _Forward(torch.autograd.Function):
@@ -123,7 +216,7 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, dfinal):
         q, k, v, l, r, state, y, final = ctx.saved_tensors
-        size, wide = {"chunk_size": ctx.chunk_size}, state.dtype
+        size, wide = {"chunk_size": ctx.chunk_size, "backend": "chunkwise"}, state.dtype
         # In fp32, as the gradients of the decays are differences of the others.
         q_, k_, v_, dy, y = (x.to(wide) for x in (q, k, v, dy, y))
         dq = unified_linear_attention(dy, v_, k_, r, l, initial_state=state.mT, **size)
@@ -228,8 +321,6 @@ def _check(q, k, v, state, cu_seqlens, chunk_size):
         raise UserError(f"initial_state must be {dtype} {list(shape)}; got {state.dtype} {list(state.shape)}")
     if chunk_size < BLOCK or chunk_size % BLOCK:
         raise UserError(f"chunk_size={chunk_size} must be a multiple of {BLOCK}")
-    if cu_seqlens is not None and (q.shape[0] != 1 or state is not None):
-        raise UserError("cu_seqlens needs B = 1 and no initial_state: a packed row is one batch entry")
     if cu_seqlens is not None and (
         cu_seqlens.ndim != 1 or not cu_seqlens.numel() or cu_seqlens.is_floating_point()
     ):
@@ -255,14 +346,6 @@ def _log_decay(name: str, decay: float | Tensor | None, x: Tensor) -> Tensor:
             f"got {decay.dtype} {list(decay.shape)}"
         )
     return decay.to(dtype).clamp(min=LOG_ZERO[dtype])
-
-
-def _with_resets(log_decay: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The log decays with a reset at the first token of each packed sequence."""
-    N = log_decay.shape[1]
-    first = torch.zeros(N + 1, dtype=torch.bool, device=log_decay.device)
-    first = first.index_fill(0, cu_seqlens.long(), True)[:N]
-    return log_decay.masked_fill(first[None, :, None, None], LOG_ZERO[log_decay.dtype])
 
 
 def _one_later(log_decay: Tensor) -> Tensor:

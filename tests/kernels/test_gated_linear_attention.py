@@ -13,7 +13,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from lingpt.common.errors import UserError
-from lingpt.kernels import gated_linear_attention as gated
+from lingpt.kernels import channel_decay_operator
 from lingpt.kernels.gated_linear_attention import (
     CHUNK,
     SUBCHUNK,
@@ -215,7 +215,9 @@ def test_the_choice_of_the_cuda_kernels_breaks_no_graph(monkeypatch):
         return lambda *args: (args[0].new_zeros(1),)
 
     widths = channel_decay.unsupported_reason
-    monkeypatch.setattr(gated, "_cuda_unsupported_reason", lambda q, Dv: widths(q, q.shape[-1], Dv))
+    monkeypatch.setattr(
+        channel_decay_operator, "unsupported_reason", lambda q, Dv: widths(q, q.shape[-1], Dv)
+    )
     monkeypatch.setattr(channel_decay, "card", lambda device: ("sm_90a", 132))
     monkeypatch.setattr(channel_decay, "native_arch", lambda device: "sm_90a")
     monkeypatch.setattr(channel_decay, "check_usable", lambda arch: threading.Lock().acquire())

@@ -1,5 +1,6 @@
 """One function for forward and backward, with any decay, against its recurrence in float64."""
 
+import functools
 import itertools
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lingpt.common.errors import UserError
+from lingpt.kernels import channel_decay_operator
 from lingpt.kernels.unified_linear_attention import (
     unified_linear_attention,
     unified_linear_attention_with_state,
@@ -75,6 +77,46 @@ def test_the_function_is_its_recurrence_and_so_are_its_gradients(left, right, re
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("backend", ["reference", "recurrent"])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("left", "right"), [("channel", "none"), ("token", "channel"), ("none", "head")])
+def test_every_form_is_the_chunkwise_one_and_so_are_its_gradients(left, right, reverse, backend):
+    q, k, v, l, r, state = inputs(left, right)
+    wanted = [x for x in (q, k, v, l, r, state) if x is not None]
+    found = []
+    for form in ("chunkwise", backend):
+        y, final = unified_linear_attention_with_state(
+            q, k, v, l, r, reverse=reverse, initial_state=state, backend=form
+        )
+        loss = (y * randn(B, N, H, DV, seed=7)).sum() + final.square().sum()
+        found.append((y, final, *torch.autograd.grad(loss, wanted)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+
+
+def test_a_backend_is_chosen_by_what_it_can(monkeypatch):
+    """Guards: kernels that get a decay which they do not have, or one that is not per channel."""
+    calls = []
+
+    def attend(q, k, v, log_decay, state, scale):
+        calls.append(log_decay)
+        return chunkwise(q, k, v, log_decay, initial_state=state)
+
+    chunkwise = functools.partial(unified_linear_attention_with_state, backend="chunkwise")
+    monkeypatch.setattr(channel_decay_operator, "unsupported_reason", lambda q, Dv: None)
+    monkeypatch.setattr(channel_decay_operator, "attend", attend)
+    for left, right, reverse in itertools.product(KINDS, KINDS, (False, True)):
+        q, k, v, l, r, state = inputs(left, right)
+        options, before = dict(initial_state=state, reverse=reverse), len(calls)
+        found = unified_linear_attention_with_state(q, k, v, l, r, **options)
+        for ours, theirs in zip(found, chunkwise(q, k, v, l, r, **options), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert (len(calls) == before) == (right == "channel")
+    assert all(log_decay.shape == (B, N, H, DK) for log_decay in calls)
+    with pytest.raises(UserError, match=r"^backend='cuda' cannot run this: `right` is per channel$"):
+        unified_linear_attention(*inputs("none", "channel")[:5], backend="cuda")
+
+
 def test_the_backward_pass_is_the_function_with_its_arguments_permuted():
     """Qin et al., eq. 8, as a user would write it."""
     q, k, v, l, r, _ = inputs("channel", "channel")
@@ -119,15 +161,16 @@ def test_the_chunk_size_changes_nothing_but_rounding(chunk_size):
 
 
 def test_packed_sequences_are_single_ones():
-    """Guards: a token that reads the sequence before its own, in either direction."""
-    q, k, v = (randn(1, 60, H, D, seed=i) for i, D in enumerate((DK, DK, DV)))
-    l = F.logsigmoid(randn(1, 60, H, DK, seed=5))
-    bounds = torch.tensor([0, 17, 17, 44, 60])
+    """Guards: a token that reads the sequence before its own, in either direction, in any row."""
+    q, k, v = (randn(2, 60, H, D, seed=i) for i, D in enumerate((DK, DK, DV)))
+    l = F.logsigmoid(randn(2, 60, H, DK, seed=5))
+    bounds = [0, 17, 17, 44, 60, 63, 120]
     for reverse in (False, True):
-        packed = unified_linear_attention(q, k, v, l, cu_seqlens=bounds, reverse=reverse)
-        for a, b in itertools.pairwise(bounds.tolist()):
-            single = unified_linear_attention(q[:, a:b], k[:, a:b], v[:, a:b], l[:, a:b], reverse=reverse)
-            torch.testing.assert_close(packed[:, a:b], single)
+        packed = unified_linear_attention(q, k, v, l, cu_seqlens=torch.tensor(bounds), reverse=reverse)
+        for a, b in itertools.pairwise(bounds):
+            alone = ((x.flatten(0, 1)[None, a:b]) for x in (q, k, v, l))
+            single = unified_linear_attention(*alone, reverse=reverse)
+            torch.testing.assert_close(packed.flatten(0, 1)[None, a:b], single)
 
 
 def test_a_sequence_in_two_parts():
@@ -162,7 +205,9 @@ def test_no_tokens_and_one():
         ({"k": torch.zeros(B, N, H, DK)}, "one floating-point dtype"),
         ({"initial_state": torch.zeros(B, H, DV, DK)}, "initial_state must be torch.float64"),
         ({"chunk_size": 24}, "chunk_size=24 must be a multiple of 16"),
-        ({"cu_seqlens": torch.tensor([0, N])}, "cu_seqlens needs B = 1"),
+        ({"cu_seqlens": torch.tensor([0.0, N])}, "cu_seqlens must be integers"),
+        ({"backend": "gpu"}, "unknown backend 'gpu'"),
+        ({"backend": "cuda"}, "^backend='cuda' cannot run this: the tensors are on cpu$"),
     ],
 )
 def test_a_mistake_is_a_line(change, message):

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from lingpt import ptx_emulator as emulator
+from lingpt.kernels import channel_decay_operator
 from lingpt.kernels.gated_linear_attention import gated_linear_attention_with_state
 from lingpt.kernels.linear_attention.cuda import channel_decay
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+from lingpt.kernels.unified_linear_attention import unified_linear_attention_with_state
 from lingpt.ptx_emulator import Memory
 from lingpt.tests.oracles import gated_quantised, randn, relative
 
@@ -140,3 +142,38 @@ def test_gates_that_shut(emulated) -> None:
             assert (error.double() - exact[name]).norm() < 1e-3 * gradient.norm()
         else:
             assert relative(error, exact[name]) < 4e-3, name
+
+
+def watched(function: Callable) -> Callable:
+    """The function, in whose tensors the emulator finds every access; an operator hides those it makes."""
+
+    def call(*args):
+        with Memory(*args):
+            return function(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_any_decay_that_they_can_compute(reverse: bool, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a decay per token or head given to all channels, its gradient; reversed; v of any width."""
+    emulated(32)
+    monkeypatch.setattr(channel_decay_operator, "unsupported_reason", lambda q, Dv: None)
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(channel_decay, name, watched(getattr(channel_decay, name)))
+    (q, k, v, _, dy), state, dstate = inputs(70, 32, 40, BF16, H=2)
+    left, right = F.logsigmoid(randn(1, 70, 2, seed=7)), F.logsigmoid(randn(2, seed=8) + 4)
+    left[:, 5::17] = float("-inf")
+    results = []
+    for dtype, backend in ((BF16, "auto"), (torch.float64, "chunkwise")):
+        wide = torch.promote_types(dtype, FP32)
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        leaves += [x.to(wide).requires_grad_() for x in (left, right, state)]
+        found = unified_linear_attention_with_state(
+            *leaves[:5], reverse=reverse, initial_state=leaves[5], backend=backend
+        )
+        gradients = torch.autograd.grad(found, leaves, (dy.to(dtype), dstate.to(wide)))
+        results.append((*found, *gradients))
+    names = "y", "final", "dq", "dk", "dv", "dleft", "dright", "dinitial"
+    off = {name: relative(x, exact) for name, x, exact in zip(names, *results, strict=True)}
+    assert max(off.values()) < 8e-3, off
