@@ -25,11 +25,12 @@ from lingpt.kernels.linear_attention.call import (
     state_shapes,
 )
 from lingpt.kernels.linear_attention.operator import attend, attend_in_pieces
-from lingpt.kernels.numerics import state_dtype
+from lingpt.kernels.numerics import per_head, reciprocal_norm, state_dtype
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
 _DIFFERENTIATED = {"reference": reference, "recurrent": recurrent}  # by autograd; others have a backward
+NEEDS_CAUSAL = "log_decay needs causal=True: a decay runs from the past to the present"
 _NUMBERS = (int, float, numbers.Real)  # the last one, of NumPy for instance, takes the longest to check
 
 
@@ -73,6 +74,9 @@ def linear_attention(
             [B, N, H]  a decay per token, with a gradient: everything before token t decays by γ_t. −inf is a
                        reset: finite values before that token have weight exactly 0. A NaN or infinity there
                        still spreads, as 0 · NaN is NaN: padding of packed sequences must be finite.
+            [B, N, H, D]  likewise for each channel of k, with normalize=False and a = 0 alone: the call of
+                       `unified_linear_attention(b·q̂, k̂, v, left=log_decay)`, with its backends. Of a state
+                       S alone is read, and z, c and n are returned as zeros.
         cu_seqlens: int32 or int64 [sequences + 1], from 0 to B·N, not decreasing (not checked), as in
             FlashAttention: the B·N tokens, row after row, are sequences of different lengths, one after the
             other; each row begins with one. Outputs and gradients are those of separate calls: each sequence
@@ -106,10 +110,13 @@ def linear_attention(
 
     Source: "Linear Attention Optimized GPU Kernel Implementation", eq. 5 and 22 with a = 1; RetNet's decay.
     """
-    return _run(_call(
-        q, k, v, a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
-        normalize_qk=normalize_qk, initial_state=initial_state, return_state=False, backend=backend,
-    ), context)[0]  # fmt: skip
+    options: dict[str, Any] = dict(
+        a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
+        normalize_qk=normalize_qk, initial_state=initial_state, backend=backend,
+    )  # fmt: skip
+    if _is_by_channel(log_decay):
+        return _by_channel(q, k, v, context, **options)[0]
+    return _run(_call(q, k, v, return_state=False, **options), context)[0]
 
 
 def linear_attention_with_state(
@@ -133,10 +140,13 @@ def linear_attention_with_state(
     sequences in parts. With cu_seqlens there is one a row:
     that of the row's last sequence.
     """
-    return _run(_call(
-        q, k, v, a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
-        normalize_qk=normalize_qk, initial_state=initial_state, return_state=True, backend=backend,
-    ))  # fmt: skip
+    options: dict[str, Any] = dict(
+        a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
+        normalize_qk=normalize_qk, initial_state=initial_state, backend=backend,
+    )  # fmt: skip
+    if _is_by_channel(log_decay):
+        return _by_channel(q, k, v, None, **options)
+    return _run(_call(q, k, v, return_state=True, **options))
 
 
 def linear_attention_qkv(
@@ -219,6 +229,41 @@ def _run(call: Call, context: Context | None = None) -> tuple[Tensor, Any]:
         return _DIFFERENTIATED[call.backend].forward(call.unpacked())
     o, _, *parts = attend(call)
     return o, LinearAttentionState(*parts)
+
+
+def _is_by_channel(log_decay: object) -> bool:
+    return isinstance(log_decay, Tensor) and log_decay.ndim == 4
+
+
+def _by_channel(
+    q: Tensor, k: Tensor, v: Tensor, context: Context | None, *, log_decay: Tensor, **options: Any
+) -> tuple[Tensor, LinearAttentionState]:
+    """o and the final state of the call of `unified_linear_attention` that a decay of each channel is."""
+    # Imported here, as its operators take longer to register than all else that `linear_attention` needs.
+    from lingpt.kernels.unified_linear_attention import unified_linear_attention_with_state
+
+    _check_qkv(q, k, v)
+    a, b, state = options["a"], options["b"], options["initial_state"]
+    if options["normalize"] or isinstance(a, Tensor) or a != 0:
+        raise UserError("log_decay [B, N, H, D] needs normalize=False and a=0: it decays the channels of k")
+    if not options["causal"]:
+        raise UserError(NEEDS_CAUSAL)
+    if context is not None:
+        raise UserError("log_decay [B, N, H, D] takes no context; gated_linear_attention does")
+    if log_decay.shape != q.shape or not log_decay.is_floating_point() or log_decay.device != q.device:
+        got = f"{log_decay.dtype} {list(log_decay.shape)} on {log_decay.device}"
+        raise UserError(f"log_decay must be floating point {list(q.shape)} on {q.device}; got {got}")
+    _checked_options(q, log_decay=None, return_state=True, **options)
+    dtype = state_dtype(q.dtype)
+    if options["normalize_qk"]:
+        q, k = (x * reciprocal_norm(x) for x in (q.to(dtype), k.to(dtype)))
+    q = per_head(b, 4, 2, dtype) * q
+    o, S = unified_linear_attention_with_state(
+        q.to(v.dtype), k.to(v.dtype), v, log_decay, initial_state=None if state is None else state.S,
+        cu_seqlens=options["cu_seqlens"], backend=options["backend"],
+    )  # fmt: skip
+    B, _, H, D = q.shape
+    return o, LinearAttentionState.zeros(B, H, D, device=q.device, dtype=dtype)._replace(S=S)
 
 
 # The calls that the arguments make.
@@ -407,7 +452,7 @@ def _decay(
     if log_decay is None:
         return None, None
     if not causal:
-        raise UserError("log_decay needs causal=True: a decay runs from the past to the present")
+        raise UserError(NEEDS_CAUSAL)
     if not isinstance(log_decay, Tensor):
         if not isinstance(log_decay, Sequence) or not all(_is_finite_decay(x) for x in log_decay):
             wanted = "a tensor, or for each head a finite number of at most 0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,11 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 from lingpt.kernels.gated_linear_attention import gated_linear_attention, gated_linear_attention_with_state
+from lingpt.kernels.linear_attention import linear_attention
+from lingpt.kernels.unified_linear_attention import (
+    unified_linear_attention,
+    unified_linear_attention_with_state,
+)
 from lingpt.tests.oracles import gated_quantised, randn, relative
 
 pytestmark = pytest.mark.gpu
@@ -113,6 +119,58 @@ def test_other_head_dimensions_are_padded(compiled) -> None:
     x, do, dstate = inputs(100, 40, 50, BF16, FP32)
     found, exact = forward_backward(x, do, dstate, "auto"), in_float64(x, do, dstate)
     assert max(relative(found[name], exact[name]) for name in NAMES) < 8e-3
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("left", ["channel", "token", "none"])
+def test_unified_linear_attention(left: str, reverse: bool, compiled) -> None:
+    """Guards: a decay per token or head given to all channels, its gradient; reversed; v of any width."""
+    (q, k, v, gate, state), dy, dstate = inputs(330, 64, 64, BF16, FP32)
+    v, dy, state, dstate = v[..., :50], dy[..., :50], state[..., :50], dstate[..., :50]
+    gate[:, 90] = float("-inf")
+    decays = {"channel": gate, "token": gate[..., 0], "none": None}[left], gate[:, :, :, 1]
+    results = []
+    for dtype, backend in ((BF16, "cuda"), (torch.float64, "chunkwise")):
+        wide = torch.promote_types(dtype, FP32)
+        rows = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        l, r = (None if x is None else x.to(wide).requires_grad_() for x in decays)
+        start = state.to(wide).requires_grad_()
+        found = unified_linear_attention_with_state(
+            *rows, l, r, reverse=reverse, initial_state=start, backend=backend
+        )
+        leaves = [x for x in (*rows, l, r, start) if x is not None]
+        results.append((*found, *torch.autograd.grad(found, leaves, (dy.to(dtype), dstate.to(wide)))))
+    off = [relative(x, exact) for x, exact in zip(*results, strict=True)]
+    print(left, reverse, [f"{x:.1e}" for x in off])
+    assert max(off[:5]) < 8e-3 and max(off) < 2e-2, off  # the decays' gradients are sums of differences
+
+
+def test_linear_attention_by_channel_is_unified_linear_attention(compiled) -> None:
+    """Guards: other bits than the function that it is a name of; kernels that `auto` does not take."""
+    (q, k, v, gate, _), do, _ = inputs(330, 64, 64, BF16, FP32)
+    results = []
+    for attend in (
+        lambda *x: linear_attention(*x[:3], a=0, log_decay=x[3], normalize=False, normalize_qk=False),
+        lambda *x: unified_linear_attention(*x, backend="cuda"),
+        torch.compile(unified_linear_attention, fullgraph=True),
+    ):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
+        o = attend(*leaves)
+        results.append((o, *torch.autograd.grad(o, leaves, do)))
+    for x, y, z in zip(*results, strict=True):
+        assert torch.equal(x, y) and torch.equal(y, z)
+
+
+def test_a_detour_through_pytorch_is_said(compiled) -> None:
+    (q, k, v, gate, _), *_ = inputs(70, 64, 64, BF16, FP32)
+    for dtype, right, reason in (
+        (BF16, None, None), (BF16, gate, "`right` is per channel"), (FP32, None, "it takes bf16 and fp16")
+    ):  # fmt: skip
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            unified_linear_attention(*(x.to(dtype) for x in (q, k, v)), gate, right)
+        said = [str(w.message) for w in caught if "many times slower" in str(w.message)]
+        assert len(said) == bool(reason) and all(reason in line for line in said)
 
 
 def test_opcheck(compiled) -> None:
