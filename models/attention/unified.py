@@ -3,7 +3,8 @@
 
 Each is the recurrence of its paper in the same layer, so that losses differ by the recurrence alone: Pythia's
 projections, q scaled by 1/√D, y normalised per head behind an output gate (`linear` alone has its own
-normaliser and no gate). Rotary embeddings only where the paper has them. It trains in PyTorch on any device.
+normaliser and no gate). Rotary embeddings only where the paper has them. Decays that a head's channels share
+are copied to each for the CUDA kernels.
 """
 
 import math
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from lingpt.common.options import Option
 from lingpt.kernels.gated_linear_attention import gated_linear_attention_flops
 from lingpt.kernels.numerics import first_tokens, state_dtype
-from lingpt.kernels.unified_linear_attention import unified_linear_attention_with_state
+from lingpt.kernels.unified_linear_attention import choose, unified_linear_attention_with_state
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import QKVAttention, RecurrentState
 from lingpt.models.attention.ours_decay import log_decay
@@ -156,8 +157,11 @@ class UnifiedAttention(QKVAttention):
         self.log_decay = log_decay(self.config.n_head).to(device) if constant else None
 
     @classmethod
-    def kernel_name(cls, *args: Any, **options: Any) -> str:
-        return "pytorch"
+    def kernel_name(
+        cls, config: Architecture, device: torch.device, dtype: torch.dtype, *, form: str, **_: Any
+    ) -> str:
+        Dv = config.head_size + (FORMS[form].normalise != "none")
+        return choose("auto", torch.empty(1, 2, 1, config.head_size, device=device, dtype=dtype), Dv)
 
     def recurrence(
         self,
