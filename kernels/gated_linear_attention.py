@@ -22,7 +22,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.common.install import install_command
-from lingpt.kernels import channel_decay_operator
 from lingpt.kernels import unified_linear_attention as unified
 from lingpt.kernels.channel_decay_operator import CHUNK, gated_linear_attention_flops
 from lingpt.kernels.context_parallel import Context
@@ -71,7 +70,8 @@ def gated_linear_attention(
             "reference"  the definition, quadratic, float64 inside;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
             "recurrent"  token by token, for decoding;
-            "cuda"       our kernels: bf16 and fp16, Dk ≤ 256 and Dv ≤ 512 (padded to multiples of 32);
+            "cuda"       our kernels: on tensor cores bf16 and fp16, Dk ≤ 256 and Dv ≤ 512 (padded to
+                         multiples of 32); else in fp32, token by token, Dk and Dv ≤ 256;
             "fla"        fla-core's chunk_gla, CUDA only (under torch.compile it breaks the graph);
             "auto"       recurrent for one token; cuda where it can run; else chunkwise, with a warning on
                          CUDA devices.
@@ -109,7 +109,7 @@ def gated_linear_attention_with_state(
     backend = choose(backend, q, v.shape[-1])
     forms: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
         "chunkwise": _chunkwise,
-        "cuda": channel_decay_operator.attend,
+        "cuda": _cuda,
         "reference": _reference,
         "recurrent": _recurrent,
         "fla": fla_attention,
@@ -153,6 +153,10 @@ def choose(backend: str, q: Tensor, Dv: int) -> str:
             raise UserError(f"backend='fla' needs CUDA tensors; these are on {q.device}")
         return backend
     return unified.choose(backend, q, Dv)
+
+
+def _cuda(q, k, v, log_gate, initial_state, scale):
+    return unified.by_kernels(q, k, v, log_gate, None, initial_state, scale)
 
 
 def _reference(q, k, v, log_gate, initial_state, scale):

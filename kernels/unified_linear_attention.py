@@ -13,9 +13,13 @@ and with ←, the same over j ≥ i with exp(L_j − L_i), exp(R_j − R_i), the
     dL = q ⊙ dq − k ⊙ dk           dR = dy ⊙ y − v ⊙ dv           dl_t = Σ_{i≥t} dL_i,  dr_t = Σ_{i≥t} dR_i
 
 RetNet and lightning attention have one l per head, Mamba-2 and mLSTM one per token, GLA, HGRN-2 and gated
-retention one per channel. Four implementations: the definition; the recurrence for decoding; a chunkwise form
-in plain PyTorch, on any device, in fp32 (float64 for float64 inputs), differentiable any number of times,
-memory O(N); and, unless r is per channel, the CUDA kernels of linear_attention/cuda/channel_decay.cu.
+retention one per channel. Implementations:
+
+- the definition, and the recurrence for decoding;
+- a chunkwise form in plain PyTorch, on any device, in fp32 (float64 for float64 inputs), memory O(N),
+  differentiable any number of times;
+- linear_attention/cuda/channel_decay.cu, on tensor cores, for 16-bit inputs and an r that channels share;
+- linear_attention/cuda/recurrence.cu, in fp32, for all else on a GPU, in the chunkwise form's place.
 
 Every exponent is a difference that is ≤ 0. For decays per channel that takes two levels of chunks (GLA, Yang
 et al., §4.3): rows in blocks of 16 refer to the block's first row, the diagonal block is computed from the
@@ -25,12 +29,15 @@ differences themselves.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.kernels import channel_decay_operator
+from lingpt.kernels.linear_attention.cuda import recurrence
 from lingpt.kernels.numerics import (
     LOG_ZERO,
     first_tokens,
@@ -75,8 +82,9 @@ def unified_linear_attention(
             "reference"  the definition, quadratic, float64 inside;
             "chunkwise"  plain PyTorch on any device, whose backward pass is the function itself;
             "recurrent"  token by token, for decoding;
-            "cuda"       kernels for bf16 and fp16, Dk ≤ 256 and Dv ≤ 512, `right` not per channel; once
-                         differentiable. They read a decay for each channel: a coarser one is copied to all;
+            "cuda"       kernels. On tensor cores, once differentiable: bf16 and fp16, Dk ≤ 256 and Dv ≤ 512,
+                         `right` not per channel; they read a decay for each channel, a coarser one is copied
+                         to all. In fp32, token by token: all else with Dk and Dv ≤ 256, but float64;
             "auto"       recurrent for one token; cuda where it can run; else chunkwise, with a warning on
                          CUDA devices, as it is many times slower.
 
@@ -115,9 +123,9 @@ def unified_linear_attention_with_state(
     if cu_seqlens is not None:
         first = first_tokens(cu_seqlens, *q.shape[:2])
         l = l.masked_fill(first[..., None, None], LOG_ZERO[l.dtype])
-    backend = choose(backend, q, v.shape[-1], None if r.shape[-1] == 1 else "`right` is per channel")
-    if backend == "cuda" and right is not None:  # a decay that all of v's channels share is one of k's, too
-        l, r = l + r, torch.zeros_like(r)
+    backend = choose(backend, q, v.shape[-1])
+    if backend == "cuda" and right is not None and r.shape[-1] == 1:
+        l, r = l + r, torch.zeros_like(r)  # a decay that all of v's channels share is one of k's, too
     if not reverse:
         return _attend(backend, q, k, v, l, r, initial_state, chunk_size)
     # From the other end a token carries the decay of the one after it; the first token's is applied last.
@@ -128,18 +136,18 @@ def unified_linear_attention_with_state(
     return y.flip(1), state
 
 
-def choose(backend: str, q: Tensor, Dv: int, not_on_cuda: str | None = None) -> str:
-    """The backend to use, for `auto` by what the machine has; UserError if it cannot run here.
-
-    Dv: the last dimension of v. not_on_cuda: why the kernels cannot serve the call, if that is known.
-    """
+def choose(backend: str, q: Tensor, Dv: int) -> str:
+    """The backend to use, for `auto` by what the machine has; UserError if it cannot run here. Dv: v's last
+    dimension."""
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     if backend == "auto" and q.shape[1] == 1:
         return "recurrent"
     if backend not in ("auto", "cuda"):
         return backend
-    reason = not_on_cuda or channel_decay_operator.unsupported_reason(q, Dv)
+    if channel_decay_operator.unsupported_reason(q, Dv) is None:
+        return "cuda"
+    reason = recurrence.unsupported_reason(q, Dv)
     if reason is None:
         return "cuda"
     if backend == "cuda":
@@ -158,10 +166,27 @@ def _attend(backend, q, k, v, l, r, state, chunk_size):
     if backend == "recurrent":
         return recurrent(q, k, v, l, r, state)
     if backend == "cuda":
-        return channel_decay_operator.attend(q, k, v, l.expand_as(k), state, 1.0)
-    if state is None:
-        state = q.new_zeros(q.shape[0], q.shape[2], k.shape[3], v.shape[3], dtype=l.dtype)
-    return _Forward.apply(q, k, v, l, r, state, chunk_size)
+        return by_kernels(q, k, v, l, r, state)
+    return _Forward.apply(q, k, v, l, r, _or_zeros(state, q, v), backend, chunk_size)
+
+
+def by_kernels(
+    q: Tensor, k: Tensor, v: Tensor, l: Tensor, r: Tensor | None, state: Tensor | None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """`reference` by the CUDA kernels, for a call that `choose` gives to them."""
+    shared = r is None or r.shape[-1] == 1
+    if shared and channel_decay_operator.unsupported_reason(q, v.shape[-1]) is None:
+        return channel_decay_operator.attend(q, k, v, l.expand_as(k), state, scale)
+    r = torch.zeros_like(l[..., :1], dtype=torch.float32) if r is None else r
+    rows = scale * q.float(), k.float(), v.float(), l.float(), r.float()
+    y, final = _Forward.apply(*rows, _or_zeros(state, q, v), "cuda", None)
+    return y.to(q.dtype), final
+
+
+def _or_zeros(state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
+    if state is not None:
+        return state
+    return q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=state_dtype(q.dtype))
 
 
 def reference(
@@ -206,28 +231,50 @@ class _Forward(torch.autograd.Function):
     """y and the final state; the backward pass is the same function, with its arguments in other places."""
 
     @staticmethod
-    def forward(ctx, q, k, v, l, r, state, chunk_size):
+    def forward(ctx, q, k, v, l, r, state, backend, chunk_size):
         with torch.no_grad(), true_fp32(q.device):
-            y, final = _chunkwise(q, k, v, l, r, state, chunk_size)
+            if backend == "cuda":
+                y, final = _recurrence(q, k, v, l, r, state)
+            else:
+                y, final = _chunkwise(q, k, v, l, r, state, chunk_size)
         ctx.save_for_backward(q, k, v, l, r, state, y, final)
-        ctx.chunk_size = chunk_size
+        ctx.options = {"backend": backend} | ({"chunk_size": chunk_size} if chunk_size else {})
         return y, final
 
     @staticmethod
     def backward(ctx, dy, dfinal):
         q, k, v, l, r, state, y, final = ctx.saved_tensors
-        size, wide = {"chunk_size": ctx.chunk_size, "backend": "chunkwise"}, state.dtype
+        wide, options = state.dtype, ctx.options
         # In fp32, as the gradients of the decays are differences of the others.
         q_, k_, v_, dy, y = (x.to(wide) for x in (q, k, v, dy, y))
-        dq = unified_linear_attention(dy, v_, k_, r, l, initial_state=state.mT, **size)
-        dk = unified_linear_attention(v_, dy, q_, r, l, reverse=True, initial_state=dfinal.mT, **size)
+        dq = unified_linear_attention(dy, v_, k_, r, l, initial_state=state.mT, **options)
+        dk = unified_linear_attention(v_, dy, q_, r, l, reverse=True, initial_state=dfinal.mT, **options)
         dv, dstate = unified_linear_attention_with_state(
-            k_, q_, dy, l, r, reverse=True, initial_state=dfinal, **size
+            k_, q_, dy, l, r, reverse=True, initial_state=dfinal, **options
         )
         at_end = final * dfinal  # the last L and R are factors of the returned state, too
         dl = _decay_gradient(q_ * dq - k_ * dk, at_end.sum(-1), l)
         dr = _decay_gradient(dy * y - v_ * dv, at_end.sum(-2), r)
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dl, dr, dstate, None
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dl, dr, dstate, None, None
+
+
+@torch.library.custom_op("lingpt::unified_linear_attention_cuda", mutates_args=())
+def _recurrence(
+    q: Tensor, k: Tensor, v: Tensor, l: Tensor, r: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """y and the final state, in fp32."""
+    return recurrence.forward(q, k, v, l, r, state)
+
+
+@_recurrence.register_fake
+def _(q, k, v, l, r, state):
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+@register_flop_formula(torch.ops.lingpt.unified_linear_attention_cuda)
+def _flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
+    B, N, H, Dk = q
+    return channel_decay_operator.gated_linear_attention_flops(B, N, H, Dk, v[-1])
 
 
 def _decay_gradient(d: Tensor, at_end: Tensor, log_decay: Tensor) -> Tensor:

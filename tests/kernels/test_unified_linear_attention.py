@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from lingpt.common.errors import UserError
 from lingpt.kernels import channel_decay_operator
+from lingpt.kernels.linear_attention.cuda import recurrence
 from lingpt.kernels.unified_linear_attention import (
     unified_linear_attention,
     unified_linear_attention_with_state,
@@ -94,27 +95,32 @@ def test_every_form_is_the_chunkwise_one_and_so_are_its_gradients(left, right, r
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
 
 
-def test_a_backend_is_chosen_by_what_it_can(monkeypatch):
-    """Guards: kernels that get a decay which they do not have, or one that is not per channel."""
+def test_a_kernel_is_chosen_by_what_it_can(monkeypatch):
+    """Guards: kernels on tensor cores that get a right decay per channel, or a left one that is not."""
     calls = []
 
     def attend(q, k, v, log_decay, state, scale):
-        calls.append(log_decay)
+        assert log_decay.shape == k.shape
+        calls.append("tensor cores")
         return chunkwise(q, k, v, log_decay, initial_state=state)
+
+    def forward(q, k, v, l, r, state):
+        assert {x.dtype for x in (q, k, v, l, r, state)} == {torch.float32}
+        calls.append("recurrence")
+        return chunkwise(q, k, v, l, r, initial_state=state)
 
     chunkwise = functools.partial(unified_linear_attention_with_state, backend="chunkwise")
     monkeypatch.setattr(channel_decay_operator, "unsupported_reason", lambda q, Dv: None)
     monkeypatch.setattr(channel_decay_operator, "attend", attend)
+    monkeypatch.setattr(recurrence, "forward", forward)
     for left, right, reverse in itertools.product(KINDS, KINDS, (False, True)):
-        q, k, v, l, r, state = inputs(left, right)
-        options, before = dict(initial_state=state, reverse=reverse), len(calls)
+        calls.clear()
+        q, k, v, l, r, state = (None if x is None else x.detach().float() for x in inputs(left, right))
+        options = dict(initial_state=state, reverse=reverse)
         found = unified_linear_attention_with_state(q, k, v, l, r, **options)
         for ours, theirs in zip(found, chunkwise(q, k, v, l, r, **options), strict=True):
             torch.testing.assert_close(ours, theirs)
-        assert (len(calls) == before) == (right == "channel")
-    assert all(log_decay.shape == (B, N, H, DK) for log_decay in calls)
-    with pytest.raises(UserError, match=r"^backend='cuda' cannot run this: `right` is per channel$"):
-        unified_linear_attention(*inputs("none", "channel")[:5], backend="cuda")
+        assert calls == ["recurrence" if right == "channel" else "tensor cores"]
 
 
 def test_the_backward_pass_is_the_function_with_its_arguments_permuted():

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from lingpt import ptx_emulator as emulator
 from lingpt.kernels import channel_decay_operator
 from lingpt.kernels.gated_linear_attention import gated_linear_attention_with_state
-from lingpt.kernels.linear_attention.cuda import channel_decay
+from lingpt.kernels.linear_attention.cuda import channel_decay, recurrence
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 from lingpt.kernels.unified_linear_attention import unified_linear_attention_with_state
 from lingpt.ptx_emulator import Memory
@@ -32,18 +32,20 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
     """The kernels on CPU tensors, in segments of so many tokens."""
 
     def pretend(segment_len: int) -> None:
-        monkeypatch.setattr(channel_decay, "card", lambda device: ("sm_90a", 132))
         monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
-        monkeypatch.setattr(channel_decay, "raw_stream", lambda device: 0)
-        monkeypatch.setattr(channel_decay, "current_device", lambda device: contextlib.nullcontext())
+        for kernels in (channel_decay, recurrence):
+            monkeypatch.setattr(kernels, "card", lambda device: ("sm_90a", 132))
+            monkeypatch.setattr(kernels, "raw_stream", lambda device: 0)
+            monkeypatch.setattr(kernels, "current_device", lambda device: contextlib.nullcontext())
+            kernels.build_for.cache_clear()
         monkeypatch.setattr(
             channel_decay, "segmentation", lambda q, Dv: (-(-q.shape[1] // segment_len), segment_len)
         )
-        channel_decay.build_for.cache_clear()
 
     yield pretend
     monkeypatch.undo()
     channel_decay.build_for.cache_clear()
+    recurrence.build_for.cache_clear()
 
 
 class Compiled:
@@ -177,3 +179,35 @@ def test_any_decay_that_they_can_compute(reverse: bool, emulated, monkeypatch: p
     names = "y", "final", "dq", "dk", "dv", "dleft", "dright", "dinitial"
     off = {name: relative(x, exact) for name, x, exact in zip(names, *results, strict=True)}
     assert max(off.values()) < 8e-3, off
+
+
+RECURRENCES = [  # N, Dk, Dv, which decays are per channel, dtype
+    (21, 12, 40, "left right", FP32),
+    pytest.param((19, 256, 32, "", FP32), marks=pytest.mark.slow),  # eight lanes share a column
+    pytest.param((17, 70, 5, "right", BF16), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("case", RECURRENCES, ids=str)
+def test_any_decay_in_fp32(case: tuple, reverse: bool, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: the recurrence, and its gradients by the same kernel, at fp32's precision and every width."""
+    N, Dk, Dv, per_channel, dtype = case
+    emulated(32)
+    monkeypatch.setattr(recurrence, "unsupported_reason", lambda q, Dv: None)
+    monkeypatch.setattr(recurrence, "forward", watched(recurrence.forward))
+    (q, k, v, l, dy), state, dstate = inputs(N, Dk, Dv, dtype, "weak", H=2)
+    r = F.logsigmoid(randn(1, N, 2, Dv, seed=7))
+    l[:, 9], r[:, 13] = float("-inf"), -80.0
+    l, r = (x if name in per_channel else x[..., 0] for name, x in (("left", l), ("right", r)))
+    results = []
+    for backend in ("cuda", "chunkwise"):
+        tensors = (q, k, v, l, r, state, dy, dstate)
+        *leaves, dy, dstate = tensors if backend == "cuda" else (x.double() for x in tensors)
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        found = unified_linear_attention_with_state(
+            *leaves[:5], reverse=reverse, initial_state=leaves[5], backend=backend
+        )
+        results.append((*found, *torch.autograd.grad(found, leaves, (dy, dstate))))
+    off = [relative(x, exact) for x, exact in zip(*results, strict=True)]
+    assert max(off) < (2e-6 if dtype == FP32 else 4e-3), off

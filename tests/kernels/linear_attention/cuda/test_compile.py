@@ -15,7 +15,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.install import install_command
-from lingpt.kernels.linear_attention.cuda import channel_decay, launch, toolchain, variants
+from lingpt.kernels.linear_attention.cuda import channel_decay, launch, recurrence, toolchain, variants
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
@@ -401,6 +401,16 @@ def test_kernels_of_channels_compile_without_spills(build: tuple) -> None:
     assert set(module.resources) == set(found.names.values())
     assert not [f"{name}: {use}" for name, use in module.resources.items() if use.spills]
     assert found.unsupported_reason is None and max(found.shared) <= CARDS[found.arch] * 1024
+
+
+@pytest.mark.nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_the_recurrence_compiles_without_spills(arch: str) -> None:
+    for spec in recurrence.specs():
+        if arch in spec.architectures:
+            (used,) = spec.compile(arch).resources.values()
+            assert not used.spills and used.shared <= launch.DEFAULT_SHARED_LIMIT, spec.names
 
 
 @pytest.mark.nvrtc

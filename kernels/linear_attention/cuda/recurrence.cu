@@ -1,0 +1,79 @@
+// Linear attention with any decay in fp32, token by token, on every card from sm_80 on: what tensor cores do not compute.
+//
+//   S_i = diag(exp l_i) S_{i−1} diag(exp r_i) + k_i v_iᵀ,    y_i = S_iᵀ q_i
+//
+// A block has a head and a slice of the columns of S. LANES neighbouring threads share a column; each keeps KEYS of its
+// numbers in registers, in every LANES-th group of four. docs/kernel.md, "Any decay in fp32".
+#include "ptx/numbers.cuh"
+
+constexpr int TOKENS = 8;  // that are in shared memory at a time
+
+struct RecurrenceOperand {
+  const float* x;                   // [B, N, H, channels]
+  i64 batch, token, head, channel;  // strides in elements; of a decay that the channels share, the last is 0
+};
+
+struct RecurrenceParams {
+  RecurrenceOperand q, k, v, left, right;
+  const float* initial;  // [B, H, Dk, Dv]
+  float *y, *final;      // [B, N, H, Dv], [B, H, Dk, Dv]
+  int N, H, Dk, Dv;
+};
+static_assert(sizeof(RecurrenceParams) == RECURRENCE_PARAMS_BYTES, "PARAMS of recurrence.py");
+
+// Copies TOKENS rows of COLUMNS channels, and zeros for those that are not there; of log decays x, exp(x) − 1.
+template <bool DECAY, int COLUMNS>
+DEVICE void load(float (&tile)[TOKENS][COLUMNS], const RecurrenceOperand& from, int begin, int N, int H, int first,
+                 int channels) {
+  const float* x = from.x + blockIdx.y / H * from.batch + blockIdx.y % H * from.head;
+  for (int i = threadIdx.x; i < TOKENS * COLUMNS; i += THREADS) {
+    const int token = begin + i / COLUMNS, channel = first + i % COLUMNS;
+    const float found = token < N && channel < channels ? x[token * from.token + channel * from.channel] : 0.f;
+    tile[i / COLUMNS][i % COLUMNS] = DECAY ? expm1f(found) : found;
+  }
+}
+
+template <int LANES, int KEYS>
+__global__ void __launch_bounds__(THREADS) recurrence(const __grid_constant__ RecurrenceParams p) {
+  constexpr int ROWS = LANES * KEYS, COLUMNS = THREADS / LANES;
+  __shared__ __align__(16) float q[TOKENS][ROWS], k[TOKENS][ROWS], left[TOKENS][ROWS];
+  __shared__ float v[TOKENS][COLUMNS], right[TOKENS][COLUMNS];
+  const int lane = threadIdx.x % LANES, own = threadIdx.x / LANES, first = blockIdx.x * COLUMNS, column = first + own;
+  const i64 state = i64(blockIdx.y) * p.Dk * p.Dv + column;
+  float* y = p.y + (i64(blockIdx.y / p.H) * p.N * p.H + blockIdx.y % p.H) * p.Dv + column;
+
+  float S[KEYS];
+#pragma unroll
+  for (int i = 0; i < KEYS; i++) {
+    const int key = (i / 4 * LANES + lane) * 4 + i % 4;
+    S[i] = key < p.Dk && column < p.Dv ? p.initial[state + i64(key) * p.Dv] : 0.f;
+  }
+  for (int begin = 0; begin < p.N; begin += TOKENS) {
+    __syncthreads();  // the tokens before are read
+    load<false>(q, p.q, begin, p.N, p.H, 0, p.Dk);
+    load<false>(k, p.k, begin, p.N, p.H, 0, p.Dk);
+    load<true>(left, p.left, begin, p.N, p.H, 0, p.Dk);
+    load<false>(v, p.v, begin, p.N, p.H, first, p.Dv);
+    load<true>(right, p.right, begin, p.N, p.H, first, p.Dv);
+    __syncthreads();
+    for (int t = 0; t < min(TOKENS, p.N - begin); t++) {
+      const float value = v[t][own], r = right[t][own];
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < KEYS; i++) {
+        const int key = (i / 4 * LANES + lane) * 4 + i % 4;
+        // exp(l + r) − 1: a decay near 1 would be rounded, in the same direction at each token if it is constant.
+        const float change = left[t][key] * (1.f + r) + r;
+        S[i] = S[i] + S[i] * change + k[t][key] * value;
+        sum += q[t][key] * S[i];
+      }
+      sum = sum_lanes<LANES>(sum);
+      if (lane == 0 && column < p.Dv) y[i64(begin + t) * p.H * p.Dv] = sum;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < KEYS; i++) {
+    const int key = (i / 4 * LANES + lane) * 4 + i % 4;
+    if (key < p.Dk && column < p.Dv) p.final[state + i64(key) * p.Dv] = S[i];
+  }
+}
