@@ -378,7 +378,7 @@ def test_constraints_pin_every_dependency_within_its_bounds():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     pins = {canonicalize_name(name): pin for name, pin in pins.items()}
-    for name, need in (requirements() | requirements("gla") | requirements("dev")).items():
+    for name, need in (requirements() | requirements("bench") | requirements("dev")).items():
         if name != "setuptools":  # builds the project; any that is new enough does
             assert need.specifier.contains(pins[name]), f"{need}, pinned to {pins[name]}"
     for extra in (None, *PROJECT["project"]["optional-dependencies"]):
