@@ -84,8 +84,9 @@ class TrainConfig:
         "also save when this many minutes have passed since the last checkpoint; 0 for never",
         least=0, most=YEAR, may_change=True)] = 0.0
     keep_checkpoints: Annotated[int, Option(
-        "how many of the newest are kept, besides those where a decay of `wsd` began",
-        least=1, may_change=True)] = 2
+        "how many of the newest are kept, besides those where a decay of `wsd` began; 0 saves nothing, for a "
+        "trial that no run resumes",
+        least=0, may_change=True)] = 2
     keep_best: Annotated[bool, Option(
         "also save when the validation loss is the lowest so far, and keep that checkpoint",
         may_change=True)] = False
@@ -270,6 +271,8 @@ def check(recipe: Recipe, world_size: int) -> None:
         raise UserError("train.z_loss is for the loss of the next token: leave it out, or train.teacher")
     if t.muon_learning_rate is not None and t.optimizer != "muon":
         raise UserError("train.muon_learning_rate is for train.optimizer muon: leave it out, or give that")
+    if t.keep_best and not t.keep_checkpoints:
+        raise UserError("train.keep_best saves, and train.keep_checkpoints 0 does not: leave one of them out")
     if t.min_learning_rate > t.learning_rate:
         raise UserError(
             f"train.min_learning_rate is {t.min_learning_rate:g}, above the peak, train.learning_rate "

@@ -203,7 +203,7 @@ class Run:
         if not needed or self.progress.step >= self.total_steps:
             return
         began = time.perf_counter()
-        if on_gpu:
+        if on_gpu and self.recipe.train.keep_checkpoints:
             weights, _ = self.parallel.state(self.gpt, self.optimizer)
             self.parallel.on_checkpoint_ranks(lambda: self.writer.reserve(weights, self.optimizer))
         with self.parallel.accumulate(self.model, enabled=False):
@@ -286,10 +286,13 @@ class Run:
         return at or self.save_due or (is_best and t.keep_best)
 
     def save(self) -> None:
-        """Writes a checkpoint in the background; every rank raises UserError after too many failures, or if
-        the run's folder is not its own any more."""
+        """Writes a checkpoint in the background, if the run keeps any; every rank raises UserError after too
+        many failures, or if the run's folder is not its own any more."""
         self.last_save = time.monotonic()
         t, mesh = self.recipe.train, self.parallel.host_mesh
+        if not t.keep_checkpoints:
+            self.parallel.on_checkpoint_ranks(self.lock.check)
+            return
         weights, optimizer = self.parallel.state(self.gpt, self.optimizer)
         state = {"optimizer": optimizer, "random": self.parallel.all_gather_object(checkpoint.random_state())}
         manifest = {

@@ -98,7 +98,10 @@ def diverged_message(run: Path, step: int, skipped: int) -> str:
 
 
 def stopped_message(recipe: Recipe, step: int) -> str:
-    return f"stopped and saved at step {step} of {recipe.total_steps}; {resume_message(recipe)}"
+    at = f"at step {step} of {recipe.total_steps}"
+    if not recipe.train.keep_checkpoints:
+        return f"stopped {at}; nothing is saved, as train.keep_checkpoints is 0"
+    return f"stopped and saved {at}; {resume_message(recipe)}"
 
 
 def resume_message(recipe: Recipe) -> str:

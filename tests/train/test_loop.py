@@ -417,6 +417,20 @@ def test_extending_a_run_says_what_its_learning_rate_does(make_recipe, capsys):
     assert "--train.schedule wsd" in out
 
 
+def test_a_trial_saves_nothing(make_recipe, capsys):
+    """Its losses are those of any run, and it ends like one."""
+    losses = []
+    for name, keep in (("trial", 0), ("run", 2)):
+        folder = train(make_recipe(name=name, keep_checkpoints=keep, save_interval=1, max_steps=3))
+        losses.append([(line["kind"], line["loss"]) for line in read_metrics(folder)])
+        assert (folder / "checkpoints").exists() == (keep > 0)
+    assert losses[0] == losses[1] and "validation loss" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"keep_best saves, and train\.keep_checkpoints 0 does not"):
+        train(make_recipe(keep_checkpoints=0, keep_best=True))
+    stopped = report.stopped_message(make_recipe(keep_checkpoints=0), 1)
+    assert stopped == "stopped at step 1 of 6; nothing is saved, as train.keep_checkpoints is 0"
+
+
 @pytest.mark.slow
 def test_a_run_of_warm_up_stable_decay_is_extended_bit_by_bit(make_recipe, capsys):
     """From the checkpoint where the decay began, which the message names. Guards: that it was kept until the

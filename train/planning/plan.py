@@ -62,6 +62,12 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
     parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in need.items() if name != "total")
     checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
     most = checkpoint * (t.keep_checkpoints + t.keep_best + (t.schedule == "wsd") + 1)
+    saved = "nothing is saved"
+    if t.keep_checkpoints:
+        saved = f"{scaled(checkpoint, 'B')} a checkpoint, {scaled(most, 'B')} at most while saving"
+        saved += f" (keep {t.keep_checkpoints})"
+    cache = cache_size(data.source, gpt.config.padded_vocab_size)
+    pinned = scaled(_pinned(gpt, precision, machine) if t.keep_checkpoints else 0, "B")
     accumulated = t.global_batch_size // (t.micro_batch_size * recipe.data_parallel(world_size))
     return {
         "model": f"{gpt.num_parameters():,} parameters; {scaled(gpt.flops_per_token(data.seq_len), 'FLOP')} "
@@ -74,10 +80,9 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
         f"{run_flops(gpt, recipe):.3g} FLOP",
         "memory": f"{scaled(need['total'], 'B')} a device at micro-batch {t.micro_batch_size}, {precision}, "
         f"estimated ({parts})",
-        "disk": f"{scaled(checkpoint, 'B')} a checkpoint, {scaled(most, 'B')} at most while saving (keep "
-        f"{t.keep_checkpoints}); token cache {cache_size(data.source, gpt.config.padded_vocab_size)}",
-        "host": f"{scaled(_pinned(gpt, precision, machine), 'B')} of pinned memory beside a GPU: the copy of "
-        "a checkpoint that is written while training goes on",
+        "disk": f"{saved}; token cache {cache}",
+        "host": f"{pinned} of pinned memory beside a GPU: the copy of a checkpoint that is written while "
+        "training goes on",
         "here": _here(machine, gpt, recipe),
         **({"context": _context(recipe, gpt)} if t.context_parallel > 1 else {}),
     }
