@@ -1,5 +1,7 @@
 """`DRY=1`: describes a run before anything is built, downloaded or allocated."""
 
+from typing import NamedTuple
+
 import torch
 
 from lingpt.common.format import counted, duration, one_digit, scaled
@@ -16,7 +18,7 @@ from lingpt.train.planning.memory_fit import (
     micro_batch_sizes,
     too_small_message,
 )
-from lingpt.train.planning.throughput import DEVICES, STATED_MFU, Device, measured_flops, mfu, run_flops
+from lingpt.train.planning.throughput import DEVICES, STATED_MFU, Device, measured_flops, run_flops
 from lingpt.train.runs.checkpoint_writer import pinned_bytes
 
 # Bytes/s that a device receives, and seconds until a collective starts: within a host, and beyond.
@@ -46,11 +48,11 @@ def format_plan(recipe: Recipe, machine: Machine, gpt: GPT) -> str:
     ]
     if several := [text for device in shown if (text := _sharded(device, gpt, recipe, precision, least))]:
         lines += ["", f"sharded by FSDP {micro_batch} it fits {', '.join(several)}"]
-    rate, basis = _speed(machine, flops / tokens)
-    rough = machine.accelerator == "cpu"
+    here = estimate(recipe, machine, gpt)
+    rate, rough = here.tokens_per_second, machine.accelerator == "cpu"
     time = duration(tokens / rate, rough)
     speed = scaled(one_digit(rate) if rough else rate, " tokens/s")
-    lines += ["", f"here: about {speed} at {basis}, {time}"]
+    lines += ["", f"here: about {speed} at {here.basis}, {time}"]
     return "\n".join(lines)
 
 
@@ -60,7 +62,8 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
     tokens = recipe.total_steps * recipe.tokens_per_step
     need = memory_here(machine, gpt, recipe, precision)
     parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in need.items() if name != "total")
-    checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
+    weight = 2 if precision == "bf16-true" else 4  # bytes
+    checkpoint = gpt.num_parameters() * weight * 3  # AdamW has two moments
     most = checkpoint * (t.keep_checkpoints + t.keep_best + (t.schedule == "wsd") + 1)
     saved = "nothing is saved"
     if t.keep_checkpoints:
@@ -88,22 +91,63 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
     }
 
 
+class Estimate(NamedTuple):
+    """tokens_per_second: of all devices together; basis: how it was found. sending: the share of a step
+    that a device waits for what others send of their pieces. memory: bytes of a device."""
+
+    tokens_per_second: float
+    basis: str
+    sending: float
+    memory: int
+
+
+def estimate(recipe: Recipe, machine: Machine, gpt: GPT) -> Estimate:
+    """What `recipe` does on `machine`, at the stated MFU, before anything of it is built."""
+    flops_per_second, basis = _speed(machine)
+    computes, waits = _micro_batch_seconds(
+        recipe, gpt, recipe.train.context_parallel, flops_per_second / machine.world_size
+    )
+    tokens = recipe.train.micro_batch_size * recipe.data.seq_len * recipe.data_parallel(machine.world_size)
+    memory = memory_here(machine, gpt, recipe)["total"]
+    return Estimate(tokens / (computes + waits), basis, waits / (computes + waits), memory)
+
+
+def _micro_batch_seconds(recipe: Recipe, gpt: GPT, n: int, flops_per_second: float) -> tuple[float, float]:
+    """Seconds that a device computes for a micro-batch, and that it waits for what others send, if n devices
+    hold the pieces of its sequences and each has as many tokens as in `recipe`.
+
+    All wait for the last piece, whose softmax layers read all others. Waiting counts bandwidth and latency of
+    the collectives, without overlap.
+    """
+    t = recipe.train
+    tokens = recipe.data.seq_len // t.context_parallel
+    # The whole sequence without all pieces but the last.
+    flops = n * gpt.flops_per_token(n * tokens) - (n - 1) * gpt.flops_per_token(max(1, n - 1) * tokens)
+    bandwidth, latency = NVLINK if n <= 8 else NETWORK
+    passes = 3 if t.activation_checkpointing else 2
+    sent = _sent(recipe, gpt) if n > 1 else 0
+    waits = passes * ((n - 1) * sent / bandwidth + (n > 1) * gpt.config.n_layer * latency)
+    return t.micro_batch_size * tokens * flops / flops_per_second, waits
+
+
+def _sent(recipe: Recipe, gpt: GPT) -> int:
+    """Bytes that each device sends to each other one that has a piece of its sequences, in a pass."""
+    elements = sum(block.attn.gathered_elements(recipe.piece_len) for block in gpt.blocks)
+    return 2 * recipe.train.micro_batch_size * elements
+
+
 def _context(recipe: Recipe, gpt: GPT) -> str:
     """What context parallelism sends, and the share of a step that it takes on H100s, if each device keeps
     its number of tokens and has only that to wait for."""
-    t, tokens = recipe.train, recipe.piece_len
-    sent = 2 * t.micro_batch_size * sum(block.attn.gathered_elements(tokens) for block in gpt.blocks)
-    calls = (3 if t.activation_checkpointing else 2) * gpt.config.n_layer
+    n = recipe.train.context_parallel
     device = next(device for device in DEVICES if device.name == "H100 SXM")
     shares = []
-    for n in sorted({t.context_parallel, 8, 64}):
-        bandwidth, latency = NVLINK if n <= 8 else NETWORK
-        waits = calls * latency + calls / gpt.config.n_layer * (n - 1) * sent / bandwidth
-        flops = t.micro_batch_size * tokens * gpt.flops_per_token(n * tokens)
-        shares.append(f"{waits / (waits + flops / (STATED_MFU * device.bf16)):.1%} over {n}")
+    for devices in sorted({n, 8, 64}):
+        computes, waits = _micro_batch_seconds(recipe, gpt, devices, STATED_MFU * device.bf16)
+        shares.append(f"{waits / (computes + waits):.1%} over {devices}")
     return (
-        f"{counted(t.context_parallel, 'device')} a sequence, {tokens:,} tokens each; each sends "
-        f"{scaled(sent, 'B')} to the others in a pass, estimated share of a step on H100s: "
+        f"{counted(n, 'device')} a sequence, {recipe.piece_len:,} tokens each; each sends "
+        f"{scaled(_sent(recipe, gpt), 'B')} to the others in a pass, estimated share of a step on H100s: "
         f"{', '.join(shares)}"
     )
 
@@ -114,21 +158,15 @@ def _pinned(gpt: GPT, precision: str, machine: Machine) -> int:
     return 3 * pinned_bytes(weights) // machine.sharded_over
 
 
-def _speed(machine: Machine, flops_per_token: float) -> tuple[float, str]:
-    """Tokens/s of this machine at the stated MFU, and a text on its basis: a known peak or a measured one."""
-    if rate := tokens_per_second(STATED_MFU, flops_per_token, machine):
-        return rate, f"{STATED_MFU:.0%} MFU"
+def _speed(machine: Machine) -> tuple[float, str]:
+    """FLOP/s of this machine at the stated MFU, and a text on its basis: a known peak or a measured one."""
+    if machine.peak:
+        return STATED_MFU * machine.peak * machine.world_size, f"{STATED_MFU:.0%} MFU"
     found = measured_flops(machine.accelerator, machine.precision)
     devices = machine.world_size if machine.accelerator == "cuda" else machine.num_nodes
     reached = scaled(one_digit(found), "FLOP/s")
     basis = f"{STATED_MFU:.0%} of what its matrix products reach ({reached}, measured)"
-    return STATED_MFU * found * devices / flops_per_token, basis
-
-
-def tokens_per_second(used: float, flops_per_token: float, machine: Machine) -> float | None:
-    """Tokens/s of this machine at an MFU of `used`, or None if its peak is not known."""
-    full = mfu(1.0, flops_per_token, machine.peak, machine.world_size)
-    return used / full if full else None
+    return STATED_MFU * found * devices, basis
 
 
 def _row(
