@@ -8,6 +8,7 @@ Notable:
 - it counts its own parameters and FLOPs; each mechanism declares its part
 """
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from lingpt.kernels.gelu import fast_gelu
 from lingpt.models.attention import ATTENTIONS
 from lingpt.models.attention.base import Fp32Buffers
 from lingpt.models.config import Config
+from lingpt.models.host_inputs import HostInputs
 from lingpt.models.init import init_weights
 
 
@@ -204,6 +206,7 @@ class GPT(Fp32Buffers):
     cos: torch.Tensor
     sin: torch.Tensor
     recompute_blocks: bool = False  # activation checkpointing: only the input of each block is kept
+    inputs_on_host: bool = False  # and that in host memory
     context: Context | None = None  # the processes with the other pieces of the sequences
     carried: DecodingState | None = None  # what `forward` continues in training (train/segments.py)
     any_length: bool = False  # may a sequence be longer than the block size?
@@ -292,20 +295,18 @@ class GPT(Fp32Buffers):
             state.position = end
             return hidden_BNC
         x_BNC = self.transformer["wte"](idx_BN)
+        recomputes = self.recompute_blocks and torch.is_grad_enabled()
+        inputs = HostInputs() if recomputes and self.inputs_on_host else contextlib.nullcontext()
         for i, block in enumerate(self.blocks):
-            if carried is not None and carried.layers[i] is not None:
-                run: Any = partial(_with_copied_state, block, state=carried.layers[i])
-                if self.recompute_blocks and torch.is_grad_enabled():
-                    run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-                x_BNC, carried.layers[i] = run(x_BNC, cos_NR, sin_NR)
-            elif self.recompute_blocks and torch.is_grad_enabled():
-                # No dropout, so there is no random state to keep.
-                x_BNC = checkpoint(
-                    block, *(x_BNC, cos_NR, sin_NR, None, cu_seqlens),
-                    use_reentrant=False, preserve_rng_state=False,
-                )  # fmt: skip
-            else:
-                x_BNC = block(x_BNC, cos_NR, sin_NR, None, cu_seqlens)
+            before = None if carried is None else carried.layers[i]
+            run: Any = block if before is None else partial(_with_copied_state, block, state=before)
+            if recomputes:  # no dropout, so there is no random state to keep
+                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            with inputs:
+                if carried is None or before is None:
+                    x_BNC = run(x_BNC, cos_NR, sin_NR, None, cu_seqlens)
+                else:
+                    x_BNC, carried.layers[i] = run(x_BNC, cos_NR, sin_NR)
         if carried is not None:
             carried.position = end
         return self.transformer["ln_f"](x_BNC)

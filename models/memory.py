@@ -27,6 +27,7 @@ def memory_estimate(
     loss_chunk_tokens: int | None = None,
     sharded_over: int = 1,
     activation_checkpointing: bool = False,
+    offload_activations: bool = False,
     accumulates: bool = True,
     gathers_once: bool = False,
     context_parallel: int = 1,
@@ -45,6 +46,7 @@ def memory_estimate(
         sharded_over: number of devices that shard parameters, gradients and optimizer (FSDP2); each has two
             blocks, and all parameters outside of blocks, unsharded at a time.
         activation_checkpointing: save each block's input, and one block's activations at a time.
+        offload_activations: keep these inputs in the host's memory, but for two.
         accumulates: whether gradients of earlier micro-batches are in memory while a later one is computed.
         gathers_once: when sharding, each device has all parameters, and its own gradient, unsharded for a
             step.
@@ -68,7 +70,7 @@ def memory_estimate(
         copied -= embedding
     keeps_gradient = not sharded or (gathers_once and accumulates)  # unsharded, to the end of the step
     held = {
-        "activations": tokens * _activations(model, size, activation_checkpointing)
+        "activations": tokens * _activations(model, size, activation_checkpointing, offload_activations)
         + micro_batch_size * _gathered(model, size, seq_len, context_parallel, activation_checkpointing),
         # Compiled on a GPU, their gradient overwrites them.
         "logits": min(tokens, loss_chunk_tokens or tokens) * config.padded_vocab_size * size.activation,
@@ -101,13 +103,14 @@ def _gathered_at_once(model: GPT) -> int:
     return model.num_parameters() - sum(sizes[:-2])
 
 
-def _activations(model: GPT, size: _Bytes, activation_checkpointing: bool) -> int:
+def _activations(model: GPT, size: _Bytes, activation_checkpointing: bool, offloads: bool) -> int:
     """Bytes per token that the blocks save for their backward pass."""
     config = model.config
     # per block: the attention's, the outputs of both norms, the inputs of GELU (or SwiGLU) and its output
     hidden = (2 if config.mlp_class_name == "GptNeoxMLP" else 3) * config.intermediate_size
     kept = [block.attn.saved_activations_per_token() + 2 * config.n_embd + hidden for block in model.blocks]
-    inputs = (config.n_layer + 1) * config.n_embd  # inputs of each layer, in the weights' dtype
+    layers = min(2, config.n_layer) if offloads else config.n_layer
+    inputs = (layers + 1) * config.n_embd  # inputs of each layer, in the weights' dtype
     if not config.parallel_residual:  # and that of the second norm
         inputs += (1 if activation_checkpointing else config.n_layer) * config.n_embd
     return (max(kept) if activation_checkpointing else sum(kept)) * size.activation + inputs * size.weight

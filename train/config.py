@@ -113,6 +113,9 @@ class TrainConfig:
     activation_checkpointing: Annotated[bool, Option(
         "save only each block's input, and recompute the block in the backward pass: less memory, a third "
         "more computation", may_change=True)] = False
+    offload_activations: Annotated[bool, Option(
+        "with `activation_checkpointing`, keep the blocks' inputs in the host's memory, for long sequences "
+        "(docs/long-context.md)", may_change=True)] = False
     compile: Annotated[Literal["auto", "always", "never"], Option(
         "when to use torch.compile for the blocks and the loss: on a GPU (`auto`), always or never",
         may_change=True)] = "auto"
@@ -271,6 +274,11 @@ def check(recipe: Recipe, world_size: int) -> None:
         raise UserError("train.z_loss is for the loss of the next token: leave it out, or train.teacher")
     if t.muon_learning_rate is not None and t.optimizer != "muon":
         raise UserError("train.muon_learning_rate is for train.optimizer muon: leave it out, or give that")
+    if t.offload_activations and not t.activation_checkpointing:
+        raise UserError(
+            "train.offload_activations is for the inputs that --train.activation_checkpointing true keeps: "
+            "give that, too"
+        )
     if t.keep_best and not t.keep_checkpoints:
         raise UserError("train.keep_best saves, and train.keep_checkpoints 0 does not: leave one of them out")
     if t.min_learning_rate > t.learning_rate:

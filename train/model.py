@@ -69,6 +69,7 @@ def make_model(
         gpt = GPT.create(config, recipe.train.seed, device)
         _init_from(gpt, init_from)
     gpt.recompute_blocks = recipe.train.activation_checkpointing
+    gpt.inputs_on_host = recipe.train.offload_activations
     if compiles(recipe, device):
         compile_blocks(gpt, sharded)
     return gpt

@@ -121,6 +121,17 @@ def test_shards_and_recomputed_blocks_need_less():
     assert both["parameters"] < shards["parameters"] < whole["parameters"]
 
 
+def test_inputs_in_the_hosts_memory_leave_two_on_the_device():
+    """Those of the block whose turn it is and of the one before."""
+    model = GPT.on_meta(config := Config.from_name("pythia-70m"))
+    both, offloads = (
+        memory_estimate(model, 1, 2048, activation_checkpointing=True, offload_activations=offload)
+        for offload in (False, True)
+    )
+    inputs = 4 * 2048 * config.n_embd * (config.n_layer - 2)
+    assert both["activations"] - offloads["activations"] == inputs
+
+
 def test_shards_that_are_gathered_once_a_step_take_more():
     """All weights in fp32 instead of those of two blocks, and a whole gradient where one is accumulated."""
     model = GPT.on_meta(config := Config.from_name("pythia-1.4b"))

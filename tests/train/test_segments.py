@@ -17,7 +17,7 @@ from lingpt.train.start import check_recipe
 B, N, K = 2, 96, 4
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "host"])
 @pytest.mark.parametrize("form", ["ours", "ours-gated+output_gate+short_conv", "gla+short_conv", "unified"])
 def test_segments_continue_each_other_without_gradient(form, recompute):
     """Against the operators' own chain: each segment from the decoding state of what is before it."""
@@ -36,7 +36,7 @@ def test_segments_continue_each_other_without_gradient(form, recompute):
         expected.append(part.detach())
     gradients = [parameter.grad for parameter in gpt.parameters()]
     gpt.zero_grad()
-    gpt.recompute_blocks = recompute
+    gpt.recompute_blocks, gpt.inputs_on_host = bool(recompute), recompute == "host"
     found = []
     for part in segment_losses(loss, gpt, block, K):
         part.backward()

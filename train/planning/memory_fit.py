@@ -40,6 +40,7 @@ def memory_needed(
         loss_chunk_tokens=rows_per_chunk(gpt.config.padded_vocab_size, gpt.config.n_embd),
         sharded_over=over,
         activation_checkpointing=recipe.train.activation_checkpointing,
+        offload_activations=recipe.train.offload_activations,
         accumulates=recipe.train.global_batch_size > size,
         gathers_once=gathers_once,
         context_parallel=recipe.train.context_parallel,
@@ -117,8 +118,9 @@ def too_small_message(machine: Machine, gpt: GPT, recipe: Recipe) -> str:
 def what_fits_message(machine: Machine, gpt: GPT, recipe: Recipe) -> str:
     """The options that make `recipe` fit `machine`'s devices, by the estimate.
 
-    A smaller micro-batch; or activation checkpointing, with the largest micro-batch that then fits; or
-    sharding over these devices instead of the whole model on each; or more devices.
+    A smaller micro-batch; or activation checkpointing, with the largest micro-batch that then fits; or that
+    with the blocks' inputs in the host's memory; or sharding over these devices instead of the whole model on
+    each; or more devices.
     """
     t, over, once = recipe.train, machine.sharded_over, machine.gathers_once
     sizes = [size for size in micro_batch_sizes(recipe, machine.world_size) if size <= t.micro_batch_size]
@@ -126,6 +128,10 @@ def what_fits_message(machine: Machine, gpt: GPT, recipe: Recipe) -> str:
     ways = [("", recipe, [size for size in sizes if size < t.micro_batch_size])]
     if not t.activation_checkpointing:
         ways.append((" --train.activation_checkpointing true", recomputing, sizes))
+    if not t.offload_activations:
+        offloading = replace(recomputing, train=replace(recomputing.train, offload_activations=True))
+        both = " --train.activation_checkpointing true --train.offload_activations true"
+        ways.append((both, offloading, sizes[:1]))
     for option, changed, possible in ways:
         if size := largest_that_fits(machine.memory, machine.precision, gpt, changed, possible, over, once):
             need = memory_needed(gpt, changed, machine.precision, size, over, once)["total"]

@@ -70,6 +70,8 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
         saved = f"{scaled(checkpoint, 'B')} a checkpoint, {scaled(most, 'B')} at most while saving"
         saved += f" (keep {t.keep_checkpoints})"
     cache = cache_size(data.source, gpt.config.padded_vocab_size)
+    tokens_here = t.micro_batch_size * recipe.piece_len
+    inputs = scaled(tokens_here * gpt.config.n_layer * gpt.config.n_embd * weight, "B")
     pinned = scaled(_pinned(gpt, precision, machine) if t.keep_checkpoints else 0, "B")
     accumulated = t.global_batch_size // (t.micro_batch_size * recipe.data_parallel(world_size))
     return {
@@ -85,7 +87,7 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
         f"estimated ({parts})",
         "disk": f"{saved}; token cache {cache}",
         "host": f"{pinned} of pinned memory beside a GPU: the copy of a checkpoint that is written while "
-        "training goes on",
+        "training goes on" + (f"; {inputs}, the blocks' inputs" if t.offload_activations else ""),
         "here": _here(machine, gpt, recipe),
         **({"context": _context(recipe, gpt)} if t.context_parallel > 1 else {}),
     }

@@ -111,6 +111,20 @@ def test_a_dry_run_says_that_it_does_not_fit_and_what_would():
     assert what_fits_message(machine, gpt, recipe) in plan and "at 40% MFU" in plan
 
 
+def test_a_long_sequence_is_told_to_wait_in_the_hosts_memory():
+    """A million tokens over two cards of 80 GB: what recomputed blocks keep alone is 100 GB a card."""
+    machine, recipe = a_run(85e9, 1, context_parallel=2)
+    recipe.model, recipe.data.seq_len = ModelArgs("pythia-1.4b", "ours", block_size=2**20), 2**20
+    recipe.train.global_batch_size = 1
+    machine, gpt = replace(machine, devices=2, strategy="ddp"), GPT.on_meta(recipe.model.config())
+    options = "--train.micro_batch_size 1 --train.activation_checkpointing true"
+    advice = what_fits_message(machine, gpt, recipe)
+    assert advice.startswith(f"{options} --train.offload_activations true (about 7")
+    recipe.train.activation_checkpointing = recipe.train.offload_activations = True
+    plan = format_plan(recipe, machine, gpt)
+    assert "85 GB each: fits" in plan and "; 103 GB, the blocks' inputs" in plan
+
+
 def test_a_dry_run_builds_the_model_once(monkeypatch, capsys):
     """Guards: pythia-12b was built for each of 58 estimates, which took most of a dry run's time."""
     built, build = [], GPT.__init__
