@@ -2,68 +2,59 @@
 
 Each row is a run of `lingpt train` in processes of its own, so that one that fails leaves the others:
 
-- `one`: the base length on one device, with as many tokens a step as a device has of the longest sequence;
-  `ddp`: the same on each of them
+- `one`: the base length on one device, `ddp`: on each of them, with as many tokens a step
 - `first`: the first step at a middle length, on one device and over all, whose losses must be equal
-- `pieces`: the long sequences, one at a time, over all devices
+- `pieces`: the long sequences, one at a time, over all devices; the third step is traced
 
-Rows are written to a JSON file as they come, with the share of communication that the plan of each expects.
+Beside each row is what its plan foretells: tokens/s, memory, and the share of communication.
 """
 
+import contextlib
+import functools
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lingpt.bench.environment import environment
-from lingpt.bench.results import markdown
-from lingpt.common.files import write_json
-from lingpt.common.run_folder import read_metrics
+import torch
+
+from lingpt.bench.context_results import Results, Row
+from lingpt.bench.processes import Processes
+from lingpt.bench.results import Session, Skipped
+from lingpt.bench.trace import draw_trace, read_trace
+from lingpt.common.run_folder import PROFILE, read_metrics
 from lingpt.train.console import print_rank0
+from lingpt.train.planning.memory_fit import fits_here
+from lingpt.train.planning.plan import estimate
+from lingpt.train.profile import SKIPPED, TRACE
+from lingpt.train.recipe import parse_recipe
+from lingpt.train.start import check_recipe
 
 # The embedded text as bytes: the most tokens that need no download.
 DATA = ["--data.source", "embedded", "--data.vocab_size", "257"]
-
-
-@dataclass
-class Row:
-    """A run: the attention, tokens per sequence, devices, and over how many a sequence is divided. Rates are
-    per device; memory is a device's peak in GB; `error` is why it has none."""
-
-    kind: str
-    attention: str
-    seq_len: int
-    devices: int
-    context_parallel: int = 1
-    losses: list[float] = field(default_factory=list)
-    tokens_per_second: float | None = None
-    memory: float | None = None
-    relative: float | None = None  # the rate over that of `one`
-    planned_share: str | None = None
-    error: str | None = None
-
-    def line(self) -> str:
-        said = self.error or f"first loss {self.losses[0]:.5f}"
-        if self.tokens_per_second:
-            said += f", {self.tokens_per_second:,.0f} tokens/s a device"
-        if self.relative:
-            said += f", {self.relative:.3f} × one"
-        return f"{self.kind} {self.attention} N = {self.seq_len:,} on {self.devices}: {said}"
+OWN_TOKENS = 1 << 17  # at most, of a device in a step of `one` and `ddp`: the optimizer is 1 % of the step
+OUTSIDE = 1.5  # a run's warm-up and validation, in steps
+OFFLOAD = "--train.offload_activations true"
 
 
 def rows_of(
-    attentions: Sequence[str], seq_lens: Sequence[int], base_len: int, check_len: int, devices: int
+    model: str,
+    attentions: Sequence[str],
+    seq_lens: Sequence[int],
+    base_len: int,
+    check_len: int,
+    devices: int,
 ) -> Iterator[Row]:
+    """The rows, the longest last."""
+    own = max(1, min(OWN_TOKENS, max(seq_lens) // devices) // base_len)
     for attention in attentions:
-        yield Row("one", attention, base_len, 1)
-        yield Row("ddp", attention, base_len, devices)
-        yield from (Row("pieces", attention, n, devices, devices) for n in sorted(seq_lens))
-        yield Row("first", attention, check_len, 1)
-        yield Row("first", attention, check_len, devices, devices)
+        yield Row(model, "one", attention, base_len, 1, batch=own)
+        yield Row(model, "ddp", attention, base_len, devices, batch=own * devices)
+        yield Row(model, "first", attention, check_len, 1)
+        yield Row(model, "first", attention, check_len, devices, devices)
+    for seq_len in sorted(seq_lens):
+        yield from (Row(model, "pieces", attention, seq_len, devices, devices) for attention in attentions)
 
 
 def bench_context(
@@ -77,92 +68,102 @@ def bench_context(
     accelerator: str,
     steps: int,
     budget: float,
-    options: Sequence[str],
-    out: Path,
-) -> list[Row]:
-    """Runs all rows, none after `budget` seconds; `options`: more of `lingpt train`'s, for every row."""
-    until, rows, base = time.monotonic() + budget, list[Row](), dict[str, float]()
+    options: str,
+    append: bool,
+    save_to: Path,
+) -> Results:
+    """Measures all rows, none after `budget` seconds, and saves after each; `options`: more of `lingpt
+    train`'s, for every row."""
+    out = save_to.parent
     out.mkdir(parents=True, exist_ok=True)
+    on_gpu = accelerator != "cpu" and torch.cuda.is_available()
+    precision = "bf16-mixed" if on_gpu else "32-true"
+    results = Results.begin(torch.device("cuda" if on_gpu else "cpu"), precision, save_to, append)
     text = out / "validation.txt"  # as long as the longest row, which the embedded validation text is not
     text.write_text("A line of text.\n" * (max(*seq_lens, base_len, check_len) // 16 + 1))
-    options = ["--data.val_source", str(text), *options]
-    settings = {"model": model, "steps": steps, "options": list(options), "environment": environment()}
-    for row in rows_of(attentions, seq_lens, base_len, check_len, devices):
-        tokens = max(seq_lens) // devices  # of a device in a step, but for the first losses
-        words = _command(row, tokens, model, steps, accelerator, options, out)
-        left = until - time.monotonic()
-        if left < 1:
-            row.error = "skipped: the budget is spent"
-        else:
-            _run(row, words, out, left)
-        if row.kind == "one" and row.tokens_per_second:
-            base[row.attention] = row.tokens_per_second
-        if row.tokens_per_second and row.attention in base:
-            row.relative = row.tokens_per_second / base[row.attention]
-        rows.append(row)
-        print_rank0(row.line())
-        write_json(out / "context.json", settings | {"rows": [asdict(row) for row in rows]})
-    return rows
+    everywhere = ["--data.val_source", str(text), "--train.accelerator", accelerator, *options.split()]
+    session = Session(results, torch.device("cpu"), budget, save_to)  # which holds no memory of a GPU
+    rows = [
+        row
+        for row in rows_of(model, attentions, seq_lens, base_len, check_len, devices)
+        if not results.is_done(*row.cell)
+    ]
+    with contextlib.ExitStack() as stack:
+
+        def start(row: Row) -> Processes:
+            return stack.enter_context(Processes(row.devices, out / "logs" / _name(row)))
+
+        waiting = start(rows[0]) if rows else None
+        for row, then in zip(rows, [*rows[1:], None], strict=True):
+            own, waiting = waiting, start(then) if then else None
+            assert own
+            session.turn(row, functools.partial(_measure, own, session, steps, everywhere, out))
+            print_rank0(row.line())
+    return results
 
 
-def _command(
-    row: Row, tokens: int, model: str, steps: int, accelerator: str, options: Sequence[str], out: Path
-) -> list[str]:
-    """The command that trains the row; with sequences of their own, devices have `tokens` in a step."""
-    groups, own = row.devices // row.context_parallel, row.kind in ("one", "ddp")
-    sequences = groups * (max(1, tokens // row.seq_len) if own else 1)
+def _measure(
+    processes: Processes, session: Session, steps: int, everywhere: Sequence[str], out: Path, row: Row
+) -> None:
+    """Plans the row, trains it and reads what came of it."""
+    row.steps = 1 if row.kind == "first" else steps
+    recipe = parse_recipe(_words(row, everywhere, out))
+    gpt, machine, _ = check_recipe(recipe)
+    if machine.accelerator == "cuda" and not fits_here(machine, gpt, recipe):
+        row.options = OFFLOAD
+        recipe = parse_recipe(_words(row, everywhere, out))
+        gpt, machine, _ = check_recipe(recipe)
+    plan, left = estimate(recipe, machine, gpt), session.deadline - time.perf_counter()
+    row.planned_tokens_per_second = plan.tokens_per_second / row.devices
+    row.planned_memory, row.planned_sending = plan.memory, plan.sending
+    seconds = recipe.tokens_per_step / plan.tokens_per_second
+    if (row.steps + OUTSIDE) * seconds > left:
+        row.steps = 1
+    if (row.steps + OUTSIDE) * seconds > left:
+        raise Skipped(f"a step takes {seconds:.0f} s by the plan, and {left:.0f} s of the budget are left")
+    try:
+        failed = processes.run(["train", *_words(row, everywhere, out)], left)
+    except TimeoutError:
+        raise Skipped(f"stopped after {left:.0f} s, the rest of the budget") from None
+    if failed:
+        row.status, row.reason = "oom" if "out of memory" in failed else "error", failed
+    else:
+        _read(row, recipe.run_folder, processes.logs, out)
+    shutil.rmtree(recipe.run_folder, ignore_errors=True)
+
+
+def _words(row: Row, everywhere: Sequence[str], out: Path) -> list[str]:
+    """The options of the row's run."""
     values = {
-        "model.name": model, "model.attention": row.attention, "model.block_size": row.seq_len,
-        "data.seq_len": row.seq_len, "train.global_batch_size": sequences, "train.micro_batch_size": 1,
-        "train.max_steps": 1 if row.kind == "first" else steps, "train.eval_tokens": row.seq_len,
-        "train.devices": row.devices, "train.context_parallel": row.context_parallel,
-        "train.accelerator": accelerator, "train.out_dir": out / "runs", "train.resume": "never",
-        "train.name": f"{row.kind}-{row.attention}-{row.seq_len}-{row.devices}", "train.wandb": "false",
-        "train.sample_tokens": 0, "train.save_interval": 10**9, "train.learning_rate": 1e-5,
-        "train.min_learning_rate": 0,
+        "model.name": row.model, "model.attention": row.attention, "model.block_size": row.seq_len,
+        "data.seq_len": row.seq_len, "train.global_batch_size": row.batch, "train.micro_batch_size": 1,
+        "train.max_steps": row.steps, "train.eval_tokens": row.seq_len, "train.devices": row.devices,
+        "train.context_parallel": row.context_parallel, "train.out_dir": out / "runs",
+        "train.resume": "never", "train.name": _name(row), "train.wandb": "false", "train.sample_tokens": 0,
+        "train.keep_checkpoints": 0, "train.learning_rate": 1e-5, "train.min_learning_rate": 0,
+        "train.profile": str(row.kind == "pieces" and row.steps > SKIPPED).lower(),
     }  # fmt: skip
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-P", "-m", "lingpt.cli.main", "train", *DATA, *words, *options]
+    return [*DATA, *words, *everywhere, *row.options.split()]
 
 
-def _run(row: Row, words: list[str], out: Path, seconds: float) -> None:
-    """Trains the row and reads what came of it."""
-    if row.context_parallel > 1:
-        plan = subprocess.run([*words, "--train.dry_run", "true"], capture_output=True, text=True)
-        found = re.search(r"share of a step on H100s: (.*)", plan.stdout)
-        row.planned_share = found and found.group(1)
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        row.error = f"stopped after {seconds:.0f} s, the budget"
-        return
-    if done.returncode:
-        row.error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return
-    run = out / "runs" / words[words.index("--train.name") + 1]
+def _read(row: Row, run: Path, logs: Path, out: Path) -> None:
+    """The row's losses, rate and memory from its run, and its trace, which is kept and drawn."""
     lines = [line for line in read_metrics(run) if line["kind"] == "train"]
-    shutil.rmtree(run)  # its checkpoint is 12 bytes a parameter
     row.losses = [line["loss"] for line in lines]
-    rates = [line["tokens_per_second"] / row.devices for line in lines[1:]]  # without the first
-    row.tokens_per_second = max(rates, default=None)
-    if printed := re.findall(r" · ([\d.]+) GB · ", done.stdout):
-        row.memory = float(printed[-1])
+    if row.kind != "first":
+        timed = lines[1:] or lines
+        row.tokens_per_second = max(line["tokens_per_second"] for line in timed) / row.devices
+    if printed := re.findall(r" · ([\d.]+) GB · ", (logs / "0.out").read_text()):
+        row.peak_memory = float(printed[-1]) * 1e9
+    trace = run / PROFILE / TRACE
+    if trace.exists():
+        trace = trace.rename(out / f"{_name(row)}.{TRACE}")
+        step = read_trace(trace)
+        row.sending = step.shares()
+        title = f"{row.model} with {row.attention}, N = {row.seq_len:,} over {row.devices} devices: a step"
+        draw_trace(step, title, out / f"{_name(row)}.png")
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
-    head = ("kind", "attention", "N", "devices", "tokens/s a device", "of one", "GB a device", "first loss")
-    cells = [
-        [
-            row.kind,
-            row.attention,
-            f"{row.seq_len:,}",
-            str(row.devices),
-            row.error or (f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else ""),
-            f"{row.relative:.3f}" if row.relative else "",
-            f"{row.memory:.1f}" if row.memory else "",
-            f"{row.losses[0]:.5f}" if row.losses else "",
-        ]
-        for row in rows
-    ]
-    return markdown(head, cells)
+def _name(row: Row) -> str:
+    return f"{row.kind}-{row.attention}-{row.seq_len}-{row.devices}"

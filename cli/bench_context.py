@@ -1,15 +1,14 @@
 """`lingpt bench context`: times steps whose sequences are divided over all devices of a host."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
-from lingpt.cli.bench import BUDGET, OUT
+from lingpt.cli.bench import BUDGET, OUT, RowOptions, measure_or_redraw
 from lingpt.common.options import Option
 
 
 @dataclass(kw_only=True)
-class Options:
+class Options(RowOptions):
     """Time steps with context parallelism over all devices, beside one device and beside DDP."""
 
     # fmt: off
@@ -22,7 +21,8 @@ class Options:
         "length at which the first loss over all devices is compared with one's", least=8)] = 65_536
     devices: Annotated[int, Option("number of devices", least=2, most=1024)] = 8
     accelerator: Annotated[Literal["auto", "cpu", "cuda"], Option("kind of device")] = "auto"
-    steps: Annotated[int, Option("steps of a row; the first is not timed", least=2, most=1000)] = 3
+    steps: Annotated[int, Option(
+        "steps of a row, of which the first is not timed and the third is traced", least=1, most=1000)] = 3
     options: Annotated[str, Option("more options of `lingpt train`, for every row", blank=True)] = (
         "--train.activation_checkpointing true")
     budget: Annotated[float, BUDGET] = 600.0
@@ -31,11 +31,7 @@ class Options:
 
 
 def run(options: Options) -> None:
-    from lingpt.bench.context import bench_context, table
+    from lingpt.bench.context import bench_context
+    from lingpt.bench.context_results import Results
 
-    out = Path(options.out)
-    names = ("model", "attentions", "seq_lens", "base_len", "check_len", "devices", "accelerator", "steps")
-    values = {name: vars(options)[name] for name in (*names, "budget")}
-    rows = bench_context(**values, options=options.options.split(), out=out)
-    (out / "context.md").write_text(table(rows))
-    print(f"\n{table(rows)}\n{out / 'context.json'}")
+    measure_or_redraw(options, Results, bench_context)

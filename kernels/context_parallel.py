@@ -15,10 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 # PyTorch 2.13 renamed both.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+SENDS = "sends "  # begins the name of a collective in a profile; then what it sends
 
 
 @dataclass(frozen=True)
@@ -32,18 +35,19 @@ class Context:
     rank: int
     size: int
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Every rank's x, `[size, *x.shape]`; its gradient is the sum of all ranks' gradients."""
-        return torch.compiler.disable(_Gather.apply)(x, self)  # as a decorator it would load the compiler
+    def gather(self, x: Tensor, what: str) -> Tensor:
+        """Every rank's x, `[size, *x.shape]`; its gradient is the sum of all ranks' gradients. what: its name
+        in a profile."""
+        return torch.compiler.disable(_Gather.apply)(x, self, what)  # as a decorator it loads the compiler
 
     def previous(self, x: Tensor) -> Tensor:
         """x of the rank before, zeros on the first: for the last tokens of a piece."""
-        everyone = self.gather(x)
+        everyone = self.gather(x, "last tokens")
         return everyone[self.rank - 1] if self.rank else 0 * everyone[0]
 
     def up_to_here(self, x_BN: Tensor) -> Tensor:
         """`[B, N, ...]` → the tokens of all pieces up to this one, `[B, (rank + 1)·N, ...]`."""
-        return torch.cat(self.gather(x_BN)[: self.rank + 1].unbind(), dim=1)
+        return torch.cat(self.gather(x_BN, "keys and values")[: self.rank + 1].unbind(), dim=1)
 
     def own_borders(self, cu_seqlens: Tensor, B: int, N: int) -> Tensor:
         """The borders of documents that are in this piece, in its B·N tokens; B·N for all others.
@@ -65,7 +69,7 @@ class Context:
 
     def _scan(self, own: Tensor, decay: Tensor, ranks: Iterable[int]) -> Tensor:
         """The sum of the `own` of these ranks, each decayed by those that follow it."""
-        pieces = self.gather(torch.cat((own, decay.unsqueeze(-1)), -1))
+        pieces = self.gather(torch.cat((own, decay.unsqueeze(-1)), -1), "states")
         total = 0 * pieces[0, ..., :-1]  # not a constant: every rank takes part in the backward pass
         for rank in ranks:
             total = pieces[rank, ..., :-1] + pieces[rank, ..., -1:] * total
@@ -74,14 +78,16 @@ class Context:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:
-        ctx.context, ctx.shape = context, x.shape
+    def forward(ctx: Any, x: Tensor, context: Context, what: str) -> Tensor:
+        ctx.context, ctx.shape, ctx.what = context, x.shape, what
         everyone = x.new_empty(context.size, *x.shape)
-        _all_gather(everyone.view(-1), x.contiguous().view(-1), group=context.group)
+        with record_function(SENDS + what):
+            _all_gather(everyone.view(-1), x.contiguous().view(-1), group=context.group)
         return everyone
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         own = gradient.new_empty(ctx.shape)
-        _reduce_scatter(own.view(-1), gradient.contiguous().view(-1), group=ctx.context.group)
-        return own, None
+        with record_function(SENDS + ctx.what):
+            _reduce_scatter(own.view(-1), gradient.contiguous().view(-1), group=ctx.context.group)
+        return own, None, None

@@ -1,44 +1,169 @@
-"""The rows of `lingpt bench context`: what fails is a line, and the others are kept."""
+"""The rows of `lingpt bench context`: what fails is a line, and the others are kept, beside the plan."""
 
+import gzip
 import json
-import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
-from lingpt.bench import context
+import pytest
+
+from lingpt.bench import context, processes
+from lingpt.bench.context_results import Results
+from lingpt.bench.processes import Processes
+from lingpt.bench.trace import draw_trace, read_trace
 from lingpt.common.run_folder import METRICS
+from lingpt.train.planning.plan import Estimate
 from lingpt.train.recipe import parse_recipe
 from lingpt.train.start import check_recipe
 
-OPTIONS = {"base_len": 128, "check_len": 256, "devices": 2, "accelerator": "cpu", "steps": 3, "budget": 60.0}
+OPTIONS: dict[str, Any] = {
+    "base_len": 128, "check_len": 256, "devices": 2, "accelerator": "cpu", "steps": 3, "budget": 60.0,
+    "options": "--train.activation_checkpointing true", "append": False,
+}  # fmt: skip
+
+
+def gpu_trace() -> list[dict[str, Any]]:
+    """Two steps of a rank on a GPU, µs: kernels run after the calls that launch them, beside each other."""
+
+    def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+    events, call = [{"ph": "M", "name": "process_name"}], 0
+
+    def launch(at: float, tid: int, name: str, ts: float, dur: float) -> None:
+        nonlocal call
+        call += 1
+        events.append(event("cuda_runtime", "cudaLaunchKernel", at, 1, tid, correlation=call))
+        events.append(event("kernel", name, ts, dur, 7, correlation=call))
+
+    for t in (0, 1000):
+        events.append(event("user_annotation", "step", t, 1000))
+        events.append(event("user_annotation", "sends states", t + 100, 50))
+        events.append(event("user_annotation", "sends keys and values", t + 500, 50, tid=2))
+        for name, start, end in (("forward", 300, 600), ("backward", 600, 1100), ("optimizer", 1100, 1200)):
+            events.append(event("gpu_user_annotation", name, t + start, end - start, 7))
+        launch(t + 110, 1, "ncclDevKernel_AllGather_RING_LL", t + 400, 30)
+        launch(t + 510, 2, "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", t + 700, 20)
+        launch(t + 520, 1, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", t + 900, 100)  # another thread's
+        launch(t + 120, 1, "gemm", t + 300, 900)
+    return events
+
+
+def write_trace(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": gpu_trace()}, file)
+
+
+class FakeProcesses:
+    """Checks that the command is one of `lingpt train`, with a recipe that so many devices can train."""
+
+    def __init__(self, n: int, logs: Path) -> None:
+        self.n, self.logs = n, logs
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def run(self, words: list[str], seconds: float) -> str | None:
+        recipe = parse_recipe(words[1:])
+        check_recipe(recipe)
+        assert words[0] == "train" and recipe.train.devices == self.n and recipe.train.keep_checkpoints == 0
+        if recipe.data.seq_len == 1024:
+            return "lingpt: out of memory: try a smaller model"
+        rate = 100.0 * recipe.train.devices
+        line = {"kind": "train", "tokens": 1, "train_time": 1.0, "loss": 7.0, "tokens_per_second": rate}
+        if recipe.train.profile:
+            write_trace(recipe.run_folder / "profile/trace.json.gz")
+        recipe.run_folder.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps({**line, "step": step + 1}) for step in range(recipe.train.max_steps)]
+        (recipe.run_folder / METRICS).write_text("\n".join(lines) + "\n")
+        self.logs.mkdir(parents=True)
+        (self.logs / "0.out").write_text("step 3/3 · 1 tokens/s · 1.5 GB · 0 s left\n")
+        return None
 
 
 def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch):
-    """Every command is one of `lingpt train`, with a recipe that can be trained on so many devices."""
+    monkeypatch.setattr(context, "Processes", FakeProcesses)
+    results = context.bench_context(
+        "demo", ["ours"], [512, 1024], **OPTIONS, save_to=tmp_path / "context.json"
+    )
+    rows = results.rows
+    assert [row.kind for row in rows] == ["one", "ddp", "first", "first", "pieces", "pieces"]
+    assert [row.batch for row in rows] == [4, 8, 1, 1, 1, 1]
+    assert (rows[5].status, rows[5].reason) == ("oom", "lingpt: out of memory: try a smaller model")
+    for row in rows[:5]:
+        assert row.status == "ok" and row.losses[0] == 7.0 and row.peak_memory == 1.5e9
+    assert [results.of_one(row) for row in rows] == [1.0, 1.0, None, None, 1.0, None]
+    assert all(row.planned_tokens_per_second and row.planned_memory for row in rows)
+    assert rows[4].planned_sending and rows[4].sending["states"] == pytest.approx(0.03)
+    assert not (tmp_path / "runs").is_dir() or not list((tmp_path / "runs").iterdir())
+    results.report(tmp_path)
+    assert (tmp_path / "pieces-ours-512-2.png").exists() and (tmp_path / "context.png").exists()
+    table = (tmp_path / "context.md").read_text()
+    assert "out of memory" in table and "states 3.0%" in table
+    again = Results.load(tmp_path / "context.json")
+    assert again.rows == rows
 
-    done = subprocess.CompletedProcess
 
-    def run(words: list[str], **_: object) -> subprocess.CompletedProcess:
-        recipe = parse_recipe(words[words.index("train") + 1 :])
-        check_recipe(recipe)
-        if recipe.train.dry_run:
-            return done(words, 0, "estimated share of a step on H100s: 0.1% over 2\n", "")
-        if recipe.data.seq_len == 1024:
-            return done(words, 2, "", "lingpt: out of memory: try a smaller model")
-        rate = 100.0 * recipe.train.devices
-        line = {"kind": "train", "tokens": 1, "train_time": 1.0, "loss": 7.0, "tokens_per_second": rate}
-        recipe.run_folder.mkdir(parents=True)
-        lines = [json.dumps({**line, "step": step + 1}) for step in range(recipe.train.max_steps)]
-        (recipe.run_folder / METRICS).write_text("\n".join(lines) + "\n")
-        return done(words, 0, "step 3/3 · 1 tokens/s · 1.5 GB · 0 s left\n", "")
+def test_a_row_that_the_budget_does_not_hold_is_shorter_or_left_out(tmp_path: Path, monkeypatch):
+    """One step instead of three; none, if the plan says that not even one fits."""
+    monkeypatch.setattr(context, "Processes", FakeProcesses)
+    seconds = {"one": 1.0, "ddp": 1.0, "first": 1.0, "pieces": 10.0}
 
-    monkeypatch.setattr(context, "environment", dict)
-    monkeypatch.setattr(context.subprocess, "run", run)
-    rows = context.bench_context("demo", ["ours"], [512, 1024], **OPTIONS, options=[], out=tmp_path)
-    assert [row.kind for row in rows] == ["one", "ddp", "pieces", "pieces", "first", "first"]
-    failed = rows[3]
-    assert failed.error == "lingpt: out of memory: try a smaller model" and failed.planned_share
-    for row in (*rows[:3], *rows[4:]):
-        assert row.error is None and row.losses[0] == 7.0 and row.memory == 1.5
-    assert [row.relative for row in rows] == [1.0, 1.0, 1.0, None, None, None]
-    saved = json.loads((tmp_path / "context.json").read_text())
-    assert len(saved["rows"]) == 6 and "out of memory" in context.table(rows)
+    def estimate(recipe, *_):
+        row = recipe.run_name.partition("-")[0]
+        return Estimate(recipe.tokens_per_step / seconds[row], "", 0.01, 1)
+
+    monkeypatch.setattr(context, "estimate", estimate)
+    for budget, status, steps in ((100.0, "ok", 3), (30.0, "ok", 1), (15.0, "skipped", 1)):
+        options = OPTIONS | {"budget": budget}
+        results = context.bench_context(
+            "demo", ["ours"], [512], **options, save_to=tmp_path / f"{budget}" / "context.json"
+        )
+        assert (results.rows[-1].status, results.rows[-1].steps) == (status, steps)
+    assert "a step takes 10 s by the plan" in results.rows[-1].reason
+
+
+def test_communication_is_summed_by_what_it_sends(tmp_path: Path):
+    """On a GPU by the call that launched it, whose thread and time are those of a named range."""
+    write_trace(tmp_path / "profile/trace.json.gz")
+    trace = read_trace(tmp_path / "profile/trace.json.gz")
+    assert trace.seconds == 1e-3
+    assert trace.shares() == pytest.approx({"states": 0.03, "keys and values": 0.02, "gradients": 0.1})
+    assert trace.kernels == [(1300, 900)]
+    assert trace.parts == {"forward": [(1300, 300)], "backward": [(1600, 500)], "optimizer": [(2100, 100)]}
+    draw_trace(trace, "a step", tmp_path / "trace.png")
+    assert (tmp_path / "trace.png").exists()
+
+
+@pytest.mark.slow
+def test_processes_are_the_ranks_of_a_run(tmp_path: Path, monkeypatch):
+    """Started ahead, they train a divided hybrid, whose trace tells what it sends; failures are one line."""
+    options = {
+        "model.attention": "hybrid", "model.n_layer": 6, "model.n_embd": 32, "model.n_head": 2,
+        "data.seq_len": 64, "data.vocab_size": 300, "data.cache_dir": tmp_path / "cache",
+        "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.eval_tokens": 64,
+        "train.max_steps": 3, "train.devices": 2, "train.context_parallel": 2, "train.accelerator": "cpu",
+        "train.profile": "true", "train.keep_checkpoints": 0, "train.sample_tokens": 0,
+        "train.wandb": "false", "train.out_dir": tmp_path, "train.name": "run",
+    }  # fmt: skip
+    words = ["train", "--config", "demo", *(f"--{name}={value}" for name, value in options.items())]
+    monkeypatch.setattr(processes, "GRACE", 1.0)
+    with (
+        Processes(2, tmp_path / "a") as good,
+        Processes(1, tmp_path / "b") as bad,
+        Processes(2, tmp_path / "c") as slow,
+    ):
+        assert good.run(words, 300) is None
+        assert "no recipe" in (bad.run(["train", "--config", "nothing-like-it"], 60) or "")
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            slow.run([*words, "--train.name=slow"], 0.5)
+        assert time.monotonic() - began < 30
+    trace = read_trace(tmp_path / "run/profile/trace.json.gz")
+    assert set(trace.shares()) == {"states", "keys and values", "last tokens", "gradients"}
+    assert set(trace.parts) == {"forward", "backward", "optimizer"} and not trace.kernels
+    assert "validation loss" in (tmp_path / "a/0.out").read_text()
