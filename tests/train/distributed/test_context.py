@@ -24,7 +24,7 @@ FORMS = (
     "ours-gated+output_gate+short_conv+learnable_b", "gla", "gla+short_conv", "softmax", "softmax-best",
     "hybrid", "ours-gated+output_gate+short_conv+input_gate", "softmax+softmax_window=25",
 )  # fmt: skip
-RANKS, N = 4, 72
+RANKS, N = 8, 72
 MODULE = "lingpt.tests.train.distributed.test_context"
 
 
@@ -112,7 +112,7 @@ def check_model(form: str, context: Context, first: int, packed: bool) -> None:
 def check_rank(rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    for size in (2, RANKS):
+    for size in (2, 4, RANKS):
         context = connect(size, rank, timedelta(minutes=2))
         check_operators(context)
         for i, form in enumerate(FORMS * 2 if size == RANKS else FORMS[-1:]):
