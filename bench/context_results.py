@@ -49,6 +49,8 @@ class Row(BenchRow):
         if self.status != "ok" or not self.losses:
             return f"{what}: {self.failure}"
         rate = f", {self.tokens_per_second:,.0f} tokens/s a device" if self.tokens_per_second else ""
+        if self.sending:
+            rate += f", sending {sum(self.sending.values()):.1%} (planned {self.planned_sending or 0:.1%})"
         return f"{what}: first loss {self.losses[0]:.5f}{rate}"
 
 
