@@ -1,6 +1,7 @@
 """Processes that are started ahead: importing PyTorch takes seconds, in which another row can be measured."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
+
+from lingpt.common.parent import ends_with_this_process
 
 GRACE = 10.0  # seconds that the others have to end once one has failed
 _WAIT = """
@@ -34,8 +37,11 @@ class Processes:
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-P", "-c", _WAIT]
+        environment = os.environ | ends_with_this_process()
         with open(self.logs / f"{rank}.out", "w") as out, open(self.logs / f"{rank}.err", "w") as err:
-            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, text=True)
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=out, stderr=err, text=True
+            )
 
     def __enter__(self) -> Self:
         return self
