@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lingpt.data import DataConfig
-from lingpt.tests.faults.harness import STEPS, TRAIN, TWO, Harness, last_state, losses, merged
+from lingpt.tests.faults.harness import PIECES, STEPS, TRAIN, TWO, Harness, last_state, losses, merged
 from lingpt.tests.forked import shim
 
 
@@ -30,6 +30,7 @@ class Undisturbed:
     losses: dict[int, tuple[float, float]]
     state: dict[str, str]
     calls: int
+    options: tuple[str, ...]
 
 
 @pytest.fixture(scope="session")
@@ -73,14 +74,14 @@ def undisturbed(new_harness) -> Undisturbed:
     return _undisturbed(new_harness())
 
 
-@pytest.fixture(scope="session")
-def undisturbed_two(new_harness) -> Undisturbed:
-    """Of two processes."""
-    return _undisturbed(new_harness(), *TWO)
+@pytest.fixture(scope="session", params=[TWO, PIECES], ids=["sequences", "pieces"])
+def undisturbed_two(new_harness, request: pytest.FixtureRequest) -> Undisturbed:
+    """Of two processes, which have sequences of their own, or pieces of the same."""
+    return _undisturbed(new_harness(), *request.param)
 
 
 def _undisturbed(harness: Harness, *options: str) -> Undisturbed:
     command = harness.start(*TRAIN, *options)
     outcome = command.end()
     assert outcome.code == 0, outcome.output
-    return Undisturbed(losses(command.run), last_state(command.run), command.calls)
+    return Undisturbed(losses(command.run), last_state(command.run), command.calls, options)

@@ -25,6 +25,7 @@ from lingpt.tests.forked import Forked, Outcome, fork
 STEPS = 12  # of the recipe's run
 TRAIN = ("train", "--config", "tiny.yaml")
 TWO = ("--train.devices", "2", "--train.micro_batch_size", "2")
+PIECES = ("--train.devices", "2", "--train.context_parallel", "2")
 LAUNCHER = """\
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)

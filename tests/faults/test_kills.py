@@ -9,7 +9,7 @@ import pytest
 
 from lingpt.common.files import PARTIAL, file_sha256
 from lingpt.tests.faults.conftest import Undisturbed
-from lingpt.tests.faults.harness import TRAIN, TWO, Fault, Harness, last_state, losses
+from lingpt.tests.faults.harness import TRAIN, Fault, Harness, last_state, losses
 from lingpt.tests.forked import Outcome
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ def test_one_of_two_processes_is_killed(harness, undisturbed_two, figures, seed)
     """Guards: a main process that took the other one with it in silence."""
     rng = random.Random(seed)
     for main in (True, False):
-        command = harness.start(*TRAIN, *TWO)
+        command = harness.start(*TRAIN, *undisturbed_two.options)
         command.wait_for_a_step(rng)
         if not (others := command.others()):
             break
@@ -96,7 +96,7 @@ def test_one_of_two_processes_is_killed(harness, undisturbed_two, figures, seed)
         assert named in outcome.errors[0] and "the same command resumes it" in outcome.errors[0]
         figures["faults"] += 1
         figures["most seconds to end"] = max(figures["most seconds to end"], round(seconds, 1))
-    assert_as_undisturbed(harness, undisturbed_two, harness.run(*TRAIN, *TWO))
+    assert_as_undisturbed(harness, undisturbed_two, harness.run(*TRAIN, *undisturbed_two.options))
     figures["runs"] += 1
 
 

@@ -84,7 +84,7 @@ def test_a_signal_at_any_time(harness, undisturbed, figures, seed):
 def test_a_signal_to_two_processes(harness, undisturbed_two, figures, seed):
     rng = random.Random(seed)
     for number in rng.choices(SIGNALS, k=5):
-        command = harness.start(*TRAIN, *TWO)
+        command = harness.start(*TRAIN, *undisturbed_two.options)
         command.wait_for_a_step(rng)
         others = command.others()
         to = rng.choice(["main", "other", "group"])
@@ -96,7 +96,7 @@ def test_a_signal_to_two_processes(harness, undisturbed_two, figures, seed):
         outcome = command.end()
         if outcome.code != 0:
             assert_saved(command, outcome, number, figures)
-    assert_as_undisturbed(harness, undisturbed_two, harness.run(*TRAIN, *TWO))
+    assert_as_undisturbed(harness, undisturbed_two, harness.run(*TRAIN, *undisturbed_two.options))
     figures["runs"] += 1
 
 
