@@ -208,7 +208,7 @@ class GPT(Fp32Buffers):
     recompute_blocks: bool = False  # activation checkpointing: only the input of each block is kept
     inputs_on_host: bool = False  # and that in host memory
     context: Context | None = None  # the processes with the other pieces of the sequences
-    carried: DecodingState | None = None  # what `forward` continues in training (train/segments.py)
+    carried: DecodingState | None = None  # what `forward` continues in training: `segment_losses`
     any_length: bool = False  # may a sequence be longer than the block size?
 
     def __init__(self, config: Config) -> None:

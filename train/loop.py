@@ -40,9 +40,14 @@ from lingpt.train.runs import checkpoint
 from lingpt.train.runs.checkpoint_writer import MAX_FAILURES, CheckpointWriter
 from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.runs.trackers import CLOCKS, Trackers
-from lingpt.train.segments import segment_losses
 from lingpt.train.signals import Stop
-from lingpt.train.step import learning_rates, make_optimizer, optimizer_step, set_learning_rate
+from lingpt.train.step import (
+    learning_rates,
+    make_optimizer,
+    optimizer_step,
+    segment_losses,
+    set_learning_rate,
+)
 
 MAX_SKIPPED_IN_A_ROW = 10
 

@@ -24,7 +24,6 @@ from lingpt.train.runs import checkpoint
 from lingpt.train.runs.environment import record_start
 from lingpt.train.runs.resume import check_init_from, give_back_name, resume_or_create
 from lingpt.train.runs.run_lock import RunLock
-from lingpt.train.segments import check_segments
 from lingpt.train.signals import stop_signals
 
 
@@ -47,7 +46,7 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
     machine, why = choose_strategy(choose_machine(recipe.train), gpt, recipe)
     check(recipe, machine.world_size)
     check_context_parallel(recipe, gpt, machine.world_size)
-    check_segments(recipe, gpt)
+    _check_segments(recipe, gpt)
     if recipe.train.optimizer == "muon" and machine.strategy == "fsdp":
         raise UserError(
             "train.optimizer muon needs whole matrices, which fsdp splits: use --train.strategy ddp"
@@ -60,6 +59,24 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
         if machine.accelerator == "cpu":  # on a GPU it takes a context, so there each process checks its own
             attention_kernels(gpt.config, torch.device("cpu"), machine.precision)
     return gpt, machine, why
+
+
+def _check_segments(recipe: Recipe, gpt: GPT) -> None:
+    """Raises UserError if the recipe's sequences cannot be trained on in segments."""
+    t, seq_len = recipe.train, recipe.data.seq_len
+    if t.segments == 1:
+        return
+    option = f"train.segments is {t.segments}"
+    if seq_len % t.segments:
+        raise UserError(f"{option}, which does not divide data.seq_len {seq_len}: change one of them")
+    if not any(block.attn.constant_state for block in gpt.blocks):
+        raise UserError(f"{option}, and {recipe.attention_label} has no state to carry: leave it out")
+    others = {"context_parallel": t.context_parallel > 1, "teacher": t.teacher is not None}
+    for name, given in others.items():
+        if given:
+            raise UserError(f"{option}, and train.{name} needs whole sequences: leave one of them out")
+    if recipe.data.packing == "documents" or recipe.data.rows == "answers":
+        raise UserError(f"{option}, and packed documents begin with empty states: leave one of them out")
 
 
 def _train(recipe: Recipe) -> Path:

@@ -2,7 +2,7 @@
 recipe, or Muon) and its learning rate, a pure function of the step."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,6 @@ from lingpt.models.weight_decay import parameter_groups
 from lingpt.train.config import Recipe, TrainConfig, decay_steps, warmup_steps
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.profile import span
-from lingpt.train.segments import segment_losses
 
 
 def learning_rates(config: TrainConfig, total_steps: int) -> Callable[[int], float]:
@@ -153,6 +152,31 @@ def optimizer_step(
         numbers = AsyncHostCopy(sums, norm)
         step_where_finite(optimizer, sums[0], norm)
     return numbers
+
+
+def segment_losses(
+    model: Any, gpt: GPT, batch: torch.Tensor | Batch, n: int
+) -> Generator[torch.Tensor, None, None]:
+    """The losses of the `n` consecutive segments of a batch `[B, N + 1]`, for truncated back-propagation, by
+    which GLA trains on 12 × 2K tokens (arXiv 2312.06635). `model`: the wrapped loss of `gpt`.
+
+    They are computed one after another: the gradient of each must be computed before the next is asked for.
+    Each segment's forward pass starts from the states that the one before has left, each linear attention's
+    and its convolution's last tokens, without their gradient: memory is that of a segment. Softmax layers
+    attend within a segment. The first one begins with empty states, so that checkpoints need none.
+    """
+    if n == 1 or not isinstance(batch, torch.Tensor):
+        yield model(batch)
+        return
+    tokens = (batch.shape[1] - 1) // n
+    # Not an argument of `model`: what wraps it may copy its arguments, and the states are updated.
+    gpt.carried = gpt.carried_state(len(batch))
+    try:
+        for i in range(n):
+            yield model(batch.narrow(1, i * tokens, tokens + 1))
+            gpt.carried.detach_()
+    finally:
+        gpt.carried = None
 
 
 def step_where_finite(optimizer: torch.optim.Optimizer, *numbers: torch.Tensor) -> None:

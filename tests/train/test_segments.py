@@ -11,8 +11,8 @@ from lingpt.common.run_folder import newest_checkpoint, read_metrics
 from lingpt.models import GPT, ModelArgs
 from lingpt.train import train
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.segments import segment_losses
 from lingpt.train.start import check_recipe
+from lingpt.train.step import segment_losses
 
 B, N, K = 2, 96, 4
 
