@@ -72,7 +72,7 @@ def test_it_is_the_same_call(backend):
         ({"backend": "cuda"}, "backend='cuda' cannot run this: the tensors are on cpu"),
         ({"backend": "gpu"}, "unknown backend 'gpu'"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
 def test_a_mistake_is_a_line(change, message):
     q, k, v, decay = inputs()
