@@ -18,8 +18,8 @@ is a run or a model folder. A first run, a quarter of the steps, fits each new a
 second one fits the logits. Without --config the recipe is that of the teacher's run, with a tenth of its
 steps."""
 TRANSFER_DIVISOR = 4  # the steps of both runs over those of the first
-LENGTH = {"--train.max_steps", "--train.max_tokens"}
 STEPS_DIVISOR = 10  # the steps of the teacher over those of both runs
+LENGTH = {"--train.max_steps", "--train.max_tokens"}
 
 
 def parse(words: Sequence[str]) -> tuple[Recipe, Recipe]:
