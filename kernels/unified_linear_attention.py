@@ -123,7 +123,7 @@ def unified_linear_attention_with_state(
     if cu_seqlens is not None:
         first = first_tokens(cu_seqlens, *q.shape[:2])
         l = l.masked_fill(first[..., None, None], LOG_ZERO[l.dtype])
-    backend = choose(backend, q, v.shape[-1])
+    backend = choose(backend, q, v.shape[-1], r.shape[-1] > 1)
     if backend == "cuda" and right is not None and r.shape[-1] == 1:
         l, r = l + r, torch.zeros_like(r)  # a decay that all of v's channels share is one of k's, too
     if not reverse:
@@ -136,16 +136,16 @@ def unified_linear_attention_with_state(
     return y.flip(1), state
 
 
-def choose(backend: str, q: Tensor, Dv: int) -> str:
+def choose(backend: str, q: Tensor, Dv: int, right_per_channel: bool = False) -> str:
     """The backend to use, for `auto` by what the machine has; UserError if it cannot run here. Dv: v's last
-    dimension."""
+    dimension. right_per_channel: is there such a decay, which tensor cores do not compute?"""
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     if backend == "auto" and q.shape[1] == 1:
         return "recurrent"
     if backend not in ("auto", "cuda"):
         return backend
-    if channel_decay_operator.unsupported_reason(q, Dv) is None:
+    if not right_per_channel and channel_decay_operator.unsupported_reason(q, Dv) is None:
         return "cuda"
     reason = recurrence.unsupported_reason(q, Dv)
     if reason is None:

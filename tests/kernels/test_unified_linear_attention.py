@@ -112,6 +112,7 @@ def test_a_kernel_is_chosen_by_what_it_can(monkeypatch):
     chunkwise = functools.partial(unified_linear_attention_with_state, backend="chunkwise")
     monkeypatch.setattr(channel_decay_operator, "unsupported_reason", lambda q, Dv: None)
     monkeypatch.setattr(channel_decay_operator, "attend", attend)
+    monkeypatch.setattr(recurrence, "unsupported_reason", lambda q, Dv: None)
     monkeypatch.setattr(recurrence, "forward", forward)
     for left, right, reverse in itertools.product(KINDS, KINDS, (False, True)):
         calls.clear()
@@ -121,6 +122,19 @@ def test_a_kernel_is_chosen_by_what_it_can(monkeypatch):
         for ours, theirs in zip(found, chunkwise(q, k, v, l, r, **options), strict=True):
             torch.testing.assert_close(ours, theirs)
         assert calls == ["recurrence" if right == "channel" else "tensor cores"]
+
+
+def test_a_right_decay_per_channel_is_no_call_of_tensor_cores(monkeypatch):
+    """Guards: `auto` gives such a call with v of 512 channels, which tensor cores have and the recurrence has
+    not, to the recurrence."""
+    monkeypatch.setattr(channel_decay_operator, "unsupported_reason", lambda q, Dv: None)
+    monkeypatch.setattr(recurrence, "unsupported_reason", lambda q, Dv: "it takes Dk and Dv up to 256")
+    q, v = torch.ones(1, 3, 1, 4), torch.ones(1, 3, 1, 512)
+    call = functools.partial(unified_linear_attention, q, q, v)
+    right = torch.full_like(v, -0.1)
+    torch.testing.assert_close(call(right=right), call(right=right, backend="chunkwise"))
+    with pytest.raises(UserError, match="backend='cuda' cannot run this: it takes Dk and Dv up to 256"):
+        call(right=right, backend="cuda")
 
 
 def test_the_backward_pass_is_the_function_with_its_arguments_permuted():
