@@ -98,12 +98,15 @@ def _differentiate(ctx: Any, do: Tensor | None, dfinal: Tensor | None, _: None) 
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-@register_flop_formula(torch.ops.lingpt.gated_linear_attention_cuda_fwd)
-def _flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
+def forward_flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
+    """`gated_linear_attention_flops` from the shapes of an operator's arguments."""
     B, N, H, Dk = q
     return gated_linear_attention_flops(B, N, H, Dk, v[-1])
 
 
-@register_flop_formula(torch.ops.lingpt.gated_linear_attention_cuda_bwd)
-def _flops_backward(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
-    return 2 * _flops(q, k, v)
+def backward_flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
+    return 2 * forward_flops(q, k, v)
+
+
+register_flop_formula(torch.ops.lingpt.gated_linear_attention_cuda_fwd)(forward_flops)
+register_flop_formula(torch.ops.lingpt.gated_linear_attention_cuda_bwd)(backward_flops)

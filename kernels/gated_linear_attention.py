@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lingpt.common.errors import UserError, unknown
 from lingpt.common.install import install_command
 from lingpt.kernels import unified_linear_attention as unified
-from lingpt.kernels.channel_decay_operator import CHUNK, gated_linear_attention_flops
+from lingpt.kernels.channel_decay_operator import CHUNK, backward_flops, forward_flops
 from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import (
     LOG_ZERO,
@@ -281,15 +281,8 @@ def _differentiate(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[
 _chunkwise.register_autograd(_differentiate, setup_context=_save)
 
 
-@register_flop_formula(torch.ops.lingpt.gated_linear_attention_fwd)
-def _flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
-    B, N, H, Dk = q
-    return gated_linear_attention_flops(B, N, H, Dk, v[-1])
-
-
-@register_flop_formula(torch.ops.lingpt.gated_linear_attention_bwd)
-def _flops_backward(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
-    return 2 * _flops(q, k, v)
+register_flop_formula(torch.ops.lingpt.gated_linear_attention_fwd)(forward_flops)
+register_flop_formula(torch.ops.lingpt.gated_linear_attention_bwd)(backward_flops)
 
 
 def _chunks(

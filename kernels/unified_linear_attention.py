@@ -29,7 +29,6 @@ differences themselves.
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -271,10 +270,7 @@ def _(q, k, v, l, r, state):
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
-@register_flop_formula(torch.ops.lingpt.unified_linear_attention_cuda)
-def _flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
-    B, N, H, Dk = q
-    return channel_decay_operator.gated_linear_attention_flops(B, N, H, Dk, v[-1])
+register_flop_formula(torch.ops.lingpt.unified_linear_attention_cuda)(channel_decay_operator.forward_flops)
 
 
 def _decay_gradient(d: Tensor, at_end: Tensor, log_decay: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from torch import nn
 
 from lingpt.common.errors import UserError
 from lingpt.common.options import Option
+from lingpt.kernels.channel_decay_operator import gated_linear_attention_flops
 from lingpt.kernels.gated_linear_attention import (
     choose,
     gated_linear_attention,
-    gated_linear_attention_flops,
     gated_linear_attention_with_state,
 )
 from lingpt.kernels.linear_attention.cuda.channel_decay import LONGEST_SEGMENT

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lingpt.common.options import Option
-from lingpt.kernels.gated_linear_attention import gated_linear_attention_flops
+from lingpt.kernels.channel_decay_operator import gated_linear_attention_flops
 from lingpt.kernels.numerics import first_tokens, state_dtype
 from lingpt.kernels.unified_linear_attention import choose, unified_linear_attention_with_state
 from lingpt.models.architecture import Architecture
