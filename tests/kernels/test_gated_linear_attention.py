@@ -14,16 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lingpt.common.errors import UserError
 from lingpt.kernels import channel_decay_operator
+from lingpt.kernels.channel_decay_operator import gated_linear_attention_flops
 from lingpt.kernels.gated_linear_attention import (
     CHUNK,
     SUBCHUNK,
     choose,
     fla_attention,
     gated_linear_attention,
-    gated_linear_attention_flops,
     gated_linear_attention_with_state,
 )
-from lingpt.kernels.linear_attention.cuda import channel_decay
+from lingpt.kernels.linear_attention.cuda import channel_decay, toolchain
 from lingpt.tests.oracles import GATED_FORMS, gated_by_definition, randn, relative
 
 AROUND_CHUNKS = (1, SUBCHUNK - 1, SUBCHUNK, SUBCHUNK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
@@ -220,7 +220,7 @@ def test_the_choice_of_the_cuda_kernels_breaks_no_graph(monkeypatch):
     )
     monkeypatch.setattr(channel_decay, "card", lambda device: ("sm_90a", 132))
     monkeypatch.setattr(channel_decay, "native_arch", lambda device: "sm_90a")
-    monkeypatch.setattr(channel_decay, "check_usable", lambda arch: threading.Lock().acquire())
+    monkeypatch.setattr(toolchain, "check_usable", lambda arch: threading.Lock().acquire())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     *tensors, _ = inputs(70, Dk=64, Dv=128, dtype=torch.bfloat16)
     torch.compile(gated_linear_attention, fullgraph=True, backend=compiler)(*tensors)

@@ -8,7 +8,6 @@ import math
 import torch
 from torch import Tensor
 
-from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.call import (
     Call,
     InputGradients,
@@ -24,7 +23,7 @@ from lingpt.kernels.linear_attention.cuda.launch import (
     raw_stream,
 )
 from lingpt.kernels.linear_attention.cuda.plan import Plan, chunk_of, make_plan
-from lingpt.kernels.linear_attention.cuda.toolchain import check_usable, native_arch
+from lingpt.kernels.linear_attention.cuda.toolchain import unusable_reason
 from lingpt.kernels.linear_attention.cuda.variants import BOUNDARY_INTERVAL, HEAD_DIMS, TAGS
 from lingpt.kernels.numerics import LOG_ZERO
 
@@ -54,13 +53,7 @@ def device_unsupported_reason(dtype: torch.dtype, head_dim: int, device: torch.d
         return f"it takes bf16 and fp16, not {dtype}"
     if head_dim not in HEAD_DIMS:
         return f"it takes a head_dim of {' or '.join(map(str, HEAD_DIMS))}, not {head_dim}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs an Ampere card (compute capability 8.0) or a newer one"
-    try:
-        check_usable(native_arch(device))
-    except UserError as error:
-        return str(error)
-    return None
+    return unusable_reason(device)
 
 
 def forward(call: Call) -> Outputs:

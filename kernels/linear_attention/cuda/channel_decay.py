@@ -14,7 +14,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.cuda.compile import KernelSpec
 from lingpt.kernels.linear_attention.cuda.launch import (
     MAX_BATCH_HEADS,
@@ -25,9 +24,9 @@ from lingpt.kernels.linear_attention.cuda.launch import (
 )
 from lingpt.kernels.linear_attention.cuda.toolchain import (
     card,
-    check_usable,
     native_arch,
     supported_architectures,
+    unusable_reason,
 )
 from lingpt.kernels.linear_attention.cuda.variants import SMALL_SHARED
 
@@ -199,13 +198,9 @@ def _no_kernels(dtype: torch.dtype, Dk: int, Dv: int, device: torch.device) -> s
         return f"it takes bf16 and fp16, not {dtype}"
     if Dk % WIDTH or Dv % WIDTH or not (0 < Dk <= MOST_KEYS and 0 < Dv <= MOST_VALUES):
         return f"it takes Dk up to {MOST_KEYS} and Dv up to {MOST_VALUES}, not {Dk} and {Dv}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs an Ampere card (compute capability 8.0) or a newer one"
-    try:
-        check_usable(arch := native_arch(device))
-    except UserError as error:
-        return str(error)
-    return Build(arch, TAGS[dtype], "float", Dk, Dv).unsupported_reason
+    if reason := unusable_reason(device):
+        return reason
+    return Build(native_arch(device), TAGS[dtype], "float", Dk, Dv).unsupported_reason
 
 
 def most_shared(arch: str) -> int:

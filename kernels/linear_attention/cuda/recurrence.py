@@ -8,7 +8,6 @@ import functools
 import torch
 from torch import Tensor
 
-from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.cuda.compile import KernelSpec
 from lingpt.kernels.linear_attention.cuda.launch import (
     MAX_BATCH_HEADS,
@@ -17,12 +16,7 @@ from lingpt.kernels.linear_attention.cuda.launch import (
     current_device,
     raw_stream,
 )
-from lingpt.kernels.linear_attention.cuda.toolchain import (
-    card,
-    check_usable,
-    native_arch,
-    supported_architectures,
-)
+from lingpt.kernels.linear_attention.cuda.toolchain import card, supported_architectures, unusable_reason
 
 SOURCE = "recurrence.cu"
 THREADS, MOST_LANES, KEYS_OF_LANE = 128, 8, 32
@@ -89,20 +83,12 @@ def unsupported_reason(q: Tensor, Dv: int) -> str | None:
     return _no_kernel(q.device)
 
 
-@functools.cache
-def _device_reason(device: torch.device) -> str | None:
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs an Ampere card (compute capability 8.0) or a newer one"
-    try:
-        check_usable(native_arch(device))
-    except UserError as error:
-        return str(error)
-    return None
+_unusable_reason = functools.cache(unusable_reason)
 
 
 def _no_kernel(device: torch.device) -> str | None:
     """Why no kernel runs on this card; None if one does."""
-    return _device_reason(device)
+    return _unusable_reason(device)
 
 
 _no_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in channel_decay.py

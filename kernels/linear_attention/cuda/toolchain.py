@@ -50,6 +50,17 @@ def check_usable(arch: str) -> None:
     driver_for(compiler_version())
 
 
+def unusable_reason(device: torch.device) -> str | None:
+    """Why no kernels run on this card; None if they do."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs an Ampere card (compute capability 8.0) or a newer one"
+    try:
+        check_usable(native_arch(device))
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def native_arch(device: int | torch.device | None = None) -> str:
     """The architecture of a CUDA device, with the suffix that unlocks wgmma and TMA on Hopper: "sm_90a"."""
     major, minor = torch.cuda.get_device_capability(device)
