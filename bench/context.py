@@ -11,7 +11,6 @@ Beside each row is what its plan foretells: tokens/s, memory, and the share of c
 
 import contextlib
 import functools
-import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -128,7 +127,7 @@ def _measure(
     if failed:
         row.status, row.reason = "oom" if "out of memory" in failed else "error", failed
     else:
-        _read(row, recipe.run_folder, processes.logs, out)
+        _read(row, recipe.run_folder, out)
     shutil.rmtree(recipe.run_folder, ignore_errors=True)
 
 
@@ -147,15 +146,13 @@ def _words(row: Row, everywhere: Sequence[str], out: Path) -> list[str]:
     return [*DATA, *words, *everywhere, *row.options.split()]
 
 
-def _read(row: Row, run: Path, logs: Path, out: Path) -> None:
+def _read(row: Row, run: Path, out: Path) -> None:
     """The row's losses, rate and memory from its run, and its trace, which is kept and drawn."""
     lines = [line for line in read_metrics(run) if line["kind"] == "train"]
-    row.losses = [line["loss"] for line in lines]
+    row.losses, row.peak_memory = [line["loss"] for line in lines], lines[-1]["peak_memory"]
     if row.kind != "first":
         timed = lines[1:] or lines
         row.tokens_per_second = max(line["tokens_per_second"] for line in timed) / row.devices
-    if printed := re.findall(r" · ([\d.]+) GB · ", (logs / "0.out").read_text()):
-        row.peak_memory = float(printed[-1]) * 1e9
     trace = run / PROFILE / TRACE
     if trace.exists():
         trace = trace.rename(out / f"{_name(row)}.{TRACE}")

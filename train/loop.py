@@ -133,7 +133,7 @@ class Run:
                 logs = step % t.log_interval == 0 or last or stop.agreed or "skipped" in line
                 if logs or status.is_due(step):
                     line |= self.throughput(logged)
-                    speed = report.speed(line, self.recipe, step, self.parallel.peak_memory)
+                    speed = report.speed(line, self.recipe, step)
                     bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}", refresh=False)
                     status.print_if_due(step, f"step {step}/{total} · loss {line['loss']:.4f}{speed}")
                 if logs:
@@ -328,11 +328,11 @@ class Run:
         self.lock.check()
 
     def throughput(self, since: Progress) -> dict[str, Any]:
-        """Tokens per second and MFU since the progress `since`."""
+        """Tokens per second and MFU since the progress `since`, and the peak memory so far."""
         seconds = self.progress.train_time - since.train_time
         rate = (self.progress.tokens - since.tokens) / max(seconds, 1e-9)
         used = mfu(rate, self.flops_per_token, self.machine.peak, self.machine.world_size)
-        return {"tokens_per_second": rate, "mfu": used}
+        return {"tokens_per_second": rate, "mfu": used, "peak_memory": self.parallel.peak_memory}
 
     def log(self, kind: str, **values: Any) -> None:
         clocks = {key: getattr(self.progress, key) for key in CLOCKS}

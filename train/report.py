@@ -42,12 +42,12 @@ def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str]
     )
 
 
-def speed(line: dict[str, Any], recipe: Recipe, step: int, memory: int) -> str:
-    """Tokens per second, MFU, peak memory of a device (`memory`, bytes), and the time left, as text."""
+def speed(line: dict[str, Any], recipe: Recipe, step: int) -> str:
+    """Tokens per second, MFU, peak memory of a device, and the time left, as text."""
     rate = line["tokens_per_second"]
     used = f" · MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
     left = duration((recipe.total_steps - step) * recipe.tokens_per_step / max(rate, 1e-9))
-    return f" · {scaled(rate, ' tokens/s')}{used} · {memory / 1e9:.1f} GB · {left} left"
+    return f" · {scaled(rate, ' tokens/s')}{used} · {line['peak_memory'] / 1e9:.1f} GB · {left} left"
 
 
 class StatusLine:

@@ -60,7 +60,7 @@ class FakeProcesses:
     """Checks that the command is one of `lingpt train`, with a recipe that so many devices can train."""
 
     def __init__(self, n: int, logs: Path) -> None:
-        self.n, self.logs = n, logs
+        self.n = n
 
     def __enter__(self):
         return self
@@ -74,14 +74,13 @@ class FakeProcesses:
         if recipe.data.seq_len == 1024:
             return "lingpt: out of memory: try a smaller model"
         rate = 100.0 * recipe.train.devices
-        line = {"kind": "train", "tokens": 1, "train_time": 1.0, "loss": 7.0, "tokens_per_second": rate}
+        line = {"kind": "train", "tokens": 1, "train_time": 1.0, "loss": 7.0, "peak_memory": 1.5e9}
+        line["tokens_per_second"] = rate
         if recipe.train.profile:
             write_trace(recipe.run_folder / "profile/trace.json.gz")
         recipe.run_folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps({**line, "step": step + 1}) for step in range(recipe.train.max_steps)]
         (recipe.run_folder / METRICS).write_text("\n".join(lines) + "\n")
-        self.logs.mkdir(parents=True)
-        (self.logs / "0.out").write_text("step 3/3 · 1 tokens/s · 1.5 GB · 0 s left\n")
         return None
 
 

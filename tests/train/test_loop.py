@@ -545,6 +545,7 @@ def test_a_run_records_what_it_is_made_of(make_recipe, picture, capsys):
     line = read_metrics(folder)[0]
     assert line.keys() == {
         "kind", "step", "tokens", "train_time", "loss", "lr", "grad_norm", "tokens_per_second", "mfu",
+        "peak_memory",
     }  # fmt: skip
     assert line["tokens"] == 8 * 32
 

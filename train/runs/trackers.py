@@ -173,7 +173,7 @@ class WandB:
             self._run.define_metric(clock)
         for clock, panel in PANELS.items():
             self._run.define_metric(f"{panel}/*", step_metric=clock)
-        for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu"):
+        for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "peak_memory"):
             self._run.define_metric(f"train/{name}", step_metric="train_time")
         self._run.define_metric("val/loss", step_metric="train_time")
         for line in read_metrics(recipe.run_folder):
