@@ -1,17 +1,10 @@
 """Chunkwise linear attention in plain PyTorch, forward and backward: any device, memory linear in N.
 
-The normaliser is an additional column. With the rows
-
-    q' = [b q̂, 1],   k' = [k̂, 1],   v' = [v, 1]          of width E = D + 1
-
-a weight is 1 + b q̂ᵢ·k̂ⱼ = q'ᵢ·k'ⱼ, so numerator and normaliser are one sum, and S' = Σ k'ⱼ v'ⱼᵀ is the
-whole state: S, z, c and n are its four blocks. With h' = [do/g, −(do·o)/g], the gradient of that sum, the
-backward pass is three more sums of the same form ("Unifying Forward & Backward Propagation", Qin et al.):
+On the rows q', k', v' of rows.py, the backward pass is three more sums of the same form ("Unifying Forward &
+Backward Propagation", Qin et al.):
 
     [uᵢ, gᵢ] = Σ_{j≤i} γ^(i−j) (q'ᵢ·k'ⱼ) v'ⱼ              dq'ᵢ = Σ_{j≤i} γ^(i−j) (h'ᵢ·v'ⱼ) k'ⱼ
          dk'ⱼ = Σ_{i≥j} γ^(i−j) (v'ⱼ·h'ᵢ) q'ᵢ             dv'ⱼ = Σ_{i≥j} γ^(i−j) (k'ⱼ·q'ᵢ) h'ᵢ
-
-Without the normaliser q' = [b q̂, a], v' = v and h' = do, and S and c are the state.
 
 Each splits into products of [C, E] matrices under a triangular mask within a chunk of C tokens, and
 products with the state before the chunk (the sums over j ≤ i) or its adjoint after the chunk (the sums over
@@ -27,25 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lingpt.kernels.linear_attention.call import (
-    Call,
-    InputGradients,
-    LinearAttentionState,
-    OutputGradients,
-    Outputs,
-)
-from lingpt.kernels.numerics import (
-    LOG_ZERO,
-    pad_to_chunks,
-    per_head,
-    reciprocal_norm,
-    reverse_running_sum,
-    rotate,
-    rotate_backward,
-    state_dtype,
-    to_tokens,
-    true_fp32,
-)
+from lingpt.kernels.linear_attention.call import Call, InputGradients, OutputGradients, Outputs
+from lingpt.kernels.linear_attention.rows import Rows, pack, per_token, unpack
+from lingpt.kernels.numerics import LOG_ZERO, pad_to_chunks, reverse_running_sum, to_tokens, true_fp32
 
 CHUNK = 64
 
@@ -58,27 +35,11 @@ def unsupported_reason(call: Call) -> str | None:
 def forward(call: Call) -> Outputs:
     """As in `operator.Backend`. No autograd graph is recorded."""
     with torch.no_grad(), true_fp32(call.device):
-        (q, k, v), (B, N, H, D), C = call.views, call.shape, _chunk_size(call)
-        o = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
-        a, b = _coefficients(call)
-        q, k = _rotated(q, call), _rotated(k, call)
-        stats = q.new_ones(3, B, H, N)
-        g, q_r, k_r = _per_token(stats)
-        if call.normalize_qk:
-            q_r[:], k_r[:] = reciprocal_norm(q), reciprocal_norm(k)
-        Q, K = _to_chunks(q, q_r * b, a, C), _to_chunks(k, k_r, 1, C)
-        V = _to_chunks(v, None, 1 if call.normalize else None, C)
-        decay = _Decay.of(call, C)
-        before, final = _states(K, V, call.initial_state, decay)
-
-        P = _masked(_bmm(Q, K.mT), decay) if call.causal else None
-        U = to_tokens(_weighted_sums(P, Q, V, before, final, decay), N)
-        if call.normalize:
-            g[:] = U[..., -1:]
-            torch.div(U[..., :-1], U[..., -1:], out=o)
-        else:
-            o.copy_(U)
-        return Outputs(o, stats, _unpack(final) if call.return_state else None)
+        rows, decay = Rows.of(call, _chunk_size(call)), _Decay.of(call, _chunk_size(call))
+        before, final = _states(rows, pack(call.initial_state, call), decay)
+        P = _masked(_bmm(rows.Q, rows.K.mT), decay) if call.causal else None
+        U = to_tokens(_weighted_sums(P, rows, before, final, decay), call.shape[1])
+        return rows.outputs(call, U, final)
 
 
 def backward(
@@ -90,22 +51,16 @@ def backward(
     """
     (o, stats, _), (do, dstate) = saved, gradients
     with torch.no_grad(), true_fp32(call.device):
-        (q, k, v), N, C = call.views, call.shape[1], _chunk_size(call)
-        a, b = _coefficients(call)
-        q, k, do = _rotated(q, call), _rotated(k, call), do.to(stats.dtype)
-        g, q_r, k_r = _per_token(stats)
-        Q, K = _to_chunks(q, q_r * b, a, C), _to_chunks(k, k_r, 1, C)
-        V = _to_chunks(v, None, 1 if call.normalize else None, C)
-        decay = _Decay.of(call, C)
-        before, final = _states(K, V, call.initial_state, decay)
+        rows, decay = Rows.of(call, _chunk_size(call), stats), _Decay.of(call, _chunk_size(call))
+        (Q, K, V, *_), do = rows, do.to(stats.dtype)
+        before, final = _states(rows, pack(call.initial_state, call), decay)
         P = _masked(_bmm(Q, K.mT), decay) if call.causal else None
-        if call.normalize:
-            if o.dtype != do.dtype:  # o's rounding error, relative to v's mean, would be in every row of e
-                o = to_tokens(_weighted_sums(P, Q, V, before, final, decay), N)[..., :-1] / g
-            G = _to_chunks(do, 1 / g, -torch.linalg.vecdot(do, o) / g[..., 0], C)
-        else:
-            G = _to_chunks(do, None, None, C)
-        after, initial = _adjoints(Q, G, dstate, decay)
+        if call.normalize and o.dtype != do.dtype:
+            # o's rounding error, relative to v's mean, would be in every row of e
+            U = to_tokens(_weighted_sums(P, rows, before, final, decay), call.shape[1])
+            o = U[..., :-1] / per_token(stats)[0]
+        G = rows.output_gradient(call, do, o)
+        after, initial = _adjoints(Q, G, pack(dstate, call), decay)
 
         if P is not None:
             dP = _masked(_bmm(G, V.mT), decay)
@@ -118,60 +73,19 @@ def backward(
             dQ, dK, dV = G @ whole.mT, V @ from_all.mT, K @ from_all
 
         d_token_log_decay = _decay_gradient(call, (Q, dQ), (K, dK), before, final, after)
-        da = None if call.a is None else dQ[..., -1].sum((0, 2, 3))
-        dQ, dK = (to_tokens(x, N)[..., :-1] for x in (dQ, dK))
-        dq, dk, dv = out
-        along_q = _input_gradient(call, dQ, q, b, q_r, dq)
-        _input_gradient(call, dK, k, 1.0, k_r, dk)
-        dv.copy_(to_tokens(dV, N)[..., : dv.shape[-1]])
-        db = None if call.b is None else call.shrink_b(along_q.sum((0, 1)))
-        return InputGradients(da, db, d_token_log_decay, None if call.S is None else _unpack(initial))
-
-
-# The inputs: coefficients, rotation, norms, and their gradients.
-
-
-def _coefficients(call: Call) -> tuple[float | Tensor, float | Tensor]:
-    """a, a number or [1, 1, H], and b, a number or [1, 1, H, 1]."""
-    dtype = state_dtype(call.dtype)
-    return per_head(call.constant, 3, 2, dtype), per_head(call.coefficient, 4, 2, dtype)
-
-
-def _rotated(x: Tensor, call: Call) -> Tensor:
-    """x [B, N, H, D] in fp32 (float64), rotated if the call has RoPE."""
-    x = x.to(state_dtype(x.dtype))
-    return x if call.cos is None or call.sin is None else rotate(x, call.cos, call.sin)
+        da, db = rows.input_gradients(call, dQ, dK, dV, out)
+        return InputGradients(da, db, d_token_log_decay, None if call.S is None else unpack(initial))
 
 
 def _weighted_sums(
-    P: Tensor | None, Q: Tensor, V: Tensor, before: Tensor, final: Tensor, decay: _Decay | None
+    P: Tensor | None, rows: Rows, before: Tensor, final: Tensor, decay: _Decay | None
 ) -> Tensor:
     """Σ_j w_ij v'_j, [B, H, chunks, C, ·]; P: the weights within each chunk; None if not causal."""
     if P is None:
-        return Q @ final[:, :, None]
-    U = _bmm(P, V)
-    _add_bmm(U, _times(Q, decay and decay.from_start), before)
+        return rows.Q @ final[:, :, None]
+    U = _bmm(P, rows.V)
+    _add_bmm(U, _times(rows.Q, decay and decay.from_start), before)
     return U
-
-
-def _per_token(stats: Tensor) -> tuple[Tensor, ...]:
-    """Views of g, 1/‖q‖ and 1/‖k‖ (1 if rows are not normalised), [B, N, H, 1] each."""
-    return stats.transpose(2, 3).unsqueeze(-1).unbind()
-
-
-def _input_gradient(call: Call, d: Tensor, x: Tensor, b: float | Tensor, r: Tensor, out: Tensor) -> Tensor:
-    """Writes the gradient of x before rotation, given d, that of b x̂ with x̂ = r x; returns x̂·d [B, N, H].
-
-    With dx̂ = b d, the gradient of x is r (dx̂ − x̂ (x̂·dx̂)) = r b (d − r² (x·d) x).
-    """
-    along = torch.linalg.vecdot(x, d).unsqueeze(-1) * r
-    if call.normalize_qk:
-        d = torch.addcmul(d, x, along * r, value=-1)
-    if call.cos is None or call.sin is None:
-        torch.mul(d, r * b, out=out)
-    else:
-        out.copy_(rotate_backward(d * (r * b), call.cos, call.sin))
-    return along.squeeze(-1)
 
 
 def _decay_gradient(
@@ -210,24 +124,6 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
 def _chunk_size(call: Call) -> int:
     N = call.shape[1]
     return max(1, min(CHUNK, N) if call.causal else N)
-
-
-def _to_chunks(x: Tensor, scale: float | Tensor | None, last: float | Tensor | None, C: int) -> Tensor:
-    """[B, N, H, D] → [B, H, chunks, C, D + 1]: the rows `scale`·x and an additional column `last` [B, N, H],
-    unless it is None."""
-    B, N, H, D = x.shape
-    chunks = -(-N // C)
-    width = D if last is None else D + 1
-    buffer = torch.empty(B, H, chunks * C, width, dtype=state_dtype(x.dtype), device=x.device)
-    buffer[:, :, N:] = 0
-    rows = buffer[:, :, :N].transpose(1, 2)
-    if scale is None:
-        rows[..., :D] = x
-    else:
-        torch.mul(x, scale, out=rows[..., :D])
-    if last is not None:
-        rows[..., D] = last
-    return buffer.unflatten(2, (chunks, C))
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -303,23 +199,18 @@ def _masked(scores: Tensor, decay: _Decay | None) -> Tensor:
 # States: S', [E, E] with E = D + 1, without the normaliser [E, D], and its adjoint.
 
 
-def _states(
-    K: Tensor, V: Tensor, initial: LinearAttentionState | None, decay: _Decay | None
-) -> tuple[Tensor, Tensor]:
-    """S' before each chunk [B, H, chunks, E, ·] and after the last one [B, H, E, ·]."""
-    sums = _bmm(_times(K, decay and decay.to_end).mT, V)
-    state = _pack(initial, sums)
+def _states(rows: Rows, state: Tensor, decay: _Decay | None) -> tuple[Tensor, Tensor]:
+    """S' before each chunk [B, H, chunks, E, ·] and after the last one [B, H, E, ·]; `state`: the initial S'."""
+    sums = _bmm(_times(rows.K, decay and decay.to_end).mT, rows.V)
     for chunk in range(sums.shape[2]):
         state = _carry(sums[:, :, chunk], state, decay, chunk)
     return sums, state
 
 
-def _adjoints(
-    Q: Tensor, G: Tensor, dfinal: LinearAttentionState | None, decay: _Decay | None
-) -> tuple[Tensor, Tensor]:
-    """The gradients of S' after each chunk [B, H, chunks, E, ·] and before the first one [B, H, E, ·]."""
+def _adjoints(Q: Tensor, G: Tensor, adjoint: Tensor, decay: _Decay | None) -> tuple[Tensor, Tensor]:
+    """The gradients of S' after each chunk [B, H, chunks, E, ·] and before the first one [B, H, E, ·];
+    `adjoint`: that of the final state."""
     sums = _bmm(_times(Q, decay and decay.from_start).mT, G)
-    adjoint = _pack(dfinal, sums)
     for chunk in reversed(range(sums.shape[2])):
         adjoint = _carry(sums[:, :, chunk], adjoint, decay, chunk)
     return sums, adjoint
@@ -330,23 +221,3 @@ def _carry(own: Tensor, state: Tensor, decay: _Decay | None, chunk: int) -> Tens
     carried = own + state if decay is None else torch.addcmul(own, decay.whole[:, :, chunk], state)
     own.copy_(state)
     return carried
-
-
-def _pack(state: LinearAttentionState | None, like: Tensor) -> Tensor:
-    """S' = Σ [k̂, 1] v'ᵀ, with the state's sums as its blocks; zero for None. `like`: [B, H, .., E, ·]."""
-    packed = like.new_zeros(*like.shape[:2], *like.shape[-2:])
-    if state is not None:
-        D = state.c.shape[-1]
-        packed[..., :D, :D], packed[..., D, :D] = state.S, state.c
-        if packed.shape[-1] > D:
-            packed[..., :D, D], packed[..., D, D] = state.z, state.n
-    return packed
-
-
-def _unpack(packed: Tensor) -> LinearAttentionState:
-    """The inverse of `_pack`; z and n are zeros without the normaliser."""
-    D = packed.shape[-2] - 1
-    if packed.shape[-1] == D:
-        packed = torch.nn.functional.pad(packed, (0, 1))
-    blocks = packed[..., :D, :D], packed[..., :D, D], packed[..., D, :D], packed[..., D, D]
-    return LinearAttentionState(*(x.clone(memory_format=torch.contiguous_format) for x in blocks))
