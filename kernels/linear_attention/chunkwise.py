@@ -200,7 +200,10 @@ def _masked(scores: Tensor, decay: _Decay | None) -> Tensor:
 
 
 def _states(rows: Rows, state: Tensor, decay: _Decay | None) -> tuple[Tensor, Tensor]:
-    """S' before each chunk [B, H, chunks, E, ·] and after the last one [B, H, E, ·]; `state`: the initial S'."""
+    """S' before each chunk [B, H, chunks, E, ·] and after the last one [B, H, E, ·].
+
+    `state`: the initial S'.
+    """
     sums = _bmm(_times(rows.K, decay and decay.to_end).mT, rows.V)
     for chunk in range(sums.shape[2]):
         state = _carry(sums[:, :, chunk], state, decay, chunk)
@@ -208,8 +211,10 @@ def _states(rows: Rows, state: Tensor, decay: _Decay | None) -> tuple[Tensor, Te
 
 
 def _adjoints(Q: Tensor, G: Tensor, adjoint: Tensor, decay: _Decay | None) -> tuple[Tensor, Tensor]:
-    """The gradients of S' after each chunk [B, H, chunks, E, ·] and before the first one [B, H, E, ·];
-    `adjoint`: that of the final state."""
+    """The gradients of S' after each chunk [B, H, chunks, E, ·] and before the first one [B, H, E, ·].
+
+    `adjoint`: that of the final S'.
+    """
     sums = _bmm(_times(Q, decay and decay.from_start).mT, G)
     for chunk in reversed(range(sums.shape[2])):
         adjoint = _carry(sums[:, :, chunk], adjoint, decay, chunk)

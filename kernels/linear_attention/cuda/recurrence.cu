@@ -3,20 +3,23 @@
 //   S_i = diag(exp l_i) S_{i−1} diag(exp r_i) + k_i v_iᵀ,    y_i = S_iᵀ q_i
 //
 // A block has a head and a slice of the columns of S. LANES neighbouring threads share a column; each keeps KEYS of its
-// numbers in registers, in every LANES-th group of four. docs/kernel.md, "Any decay in fp32".
+// numbers in registers, in every LANES-th group of four. SHARED: all channels have one decay. docs/kernel.md, "Any decay in
+// fp32".
 #include "ptx/numbers.cuh"
 
 constexpr int TOKENS = 8;  // that are in shared memory at a time
 
 struct RecurrenceOperand {
-  const float* x;                   // [B, N, H, channels]
-  i64 batch, token, head, channel;  // strides in elements; of a decay that the channels share, the last is 0
+  const float* x;  // [B, N, H, channels]
+  // Strides in elements. Of a decay that the channels share, the last is 0; of tokens in reverse, the second is negative.
+  i64 batch, token, head, channel;
 };
 
 struct RecurrenceParams {
   RecurrenceOperand q, k, v, left, right;
   const float* initial;  // [B, H, Dk, Dv]
   float *y, *final;      // [B, N, H, Dv], [B, H, Dk, Dv]
+  i64 y_token;           // y's stride
   int N, H, Dk, Dv;
 };
 static_assert(sizeof(RecurrenceParams) == RECURRENCE_PARAMS_BYTES, "PARAMS of recurrence.py");
@@ -33,11 +36,11 @@ DEVICE void load(float (&tile)[TOKENS][COLUMNS], const RecurrenceOperand& from, 
   }
 }
 
-template <int LANES, int KEYS>
+template <int LANES, int KEYS, bool SHARED>
 __global__ void __launch_bounds__(THREADS) recurrence(const __grid_constant__ RecurrenceParams p) {
   constexpr int ROWS = LANES * KEYS, COLUMNS = THREADS / LANES;
-  __shared__ __align__(16) float q[TOKENS][ROWS], k[TOKENS][ROWS], left[TOKENS][ROWS];
-  __shared__ float v[TOKENS][COLUMNS], right[TOKENS][COLUMNS];
+  __shared__ __align__(16) float q[TOKENS][ROWS], k[TOKENS][ROWS], left[TOKENS][SHARED ? 1 : ROWS];
+  __shared__ float v[TOKENS][COLUMNS], right[TOKENS][SHARED ? 1 : COLUMNS];
   const int lane = threadIdx.x % LANES, own = threadIdx.x / LANES, first = blockIdx.x * COLUMNS, column = first + own;
   const i64 state = i64(blockIdx.y) * p.Dk * p.Dv + column;
   float* y = p.y + (i64(blockIdx.y / p.H) * p.N * p.H + blockIdx.y % p.H) * p.Dv + column;
@@ -57,18 +60,18 @@ __global__ void __launch_bounds__(THREADS) recurrence(const __grid_constant__ Re
     load<true>(right, p.right, begin, p.N, p.H, first, p.Dv);
     __syncthreads();
     for (int t = 0; t < min(TOKENS, p.N - begin); t++) {
-      const float value = v[t][own], r = right[t][own];
-      float sum = 0.f;
+      const float value = v[t][own], r = right[t][SHARED ? 0 : own];
+      float sums[4] = {};  // an addition need not wait for the one before
 #pragma unroll
       for (int i = 0; i < KEYS; i++) {
         const int key = (i / 4 * LANES + lane) * 4 + i % 4;
         // exp(l + r) − 1: a decay near 1 would be rounded, in the same direction at each token if it is constant.
-        const float change = left[t][key] * (1.f + r) + r;
+        const float change = left[t][SHARED ? 0 : key] * (1.f + r) + r;
         S[i] = S[i] + S[i] * change + k[t][key] * value;
-        sum += q[t][key] * S[i];
+        sums[i % 4] += q[t][key] * S[i];
       }
-      sum = sum_lanes<LANES>(sum);
-      if (lane == 0 && column < p.Dv) y[i64(begin + t) * p.H * p.Dv] = sum;
+      const float sum = sum_lanes<LANES>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+      if (lane == 0 && column < p.Dv) y[(begin + t) * p.y_token] = sum;
     }
   }
 #pragma unroll

@@ -19,7 +19,7 @@ from lingpt.kernels.linear_attention.cuda.launch import (
 from lingpt.kernels.linear_attention.cuda.toolchain import card, supported_architectures, unusable_reason
 
 SOURCE = "recurrence.cu"
-THREADS, MOST_LANES, KEYS_OF_LANE = 128, 8, 32
+THREADS, MOST_LANES, KEYS_OF_LANE = 128, 8, 36  # 36: a power of two and the column of the normaliser
 # Channels of q and k, and of v, which takes their place in the backward pass.
 MOST_CHANNELS = MOST_LANES * KEYS_OF_LANE
 HEAD_DIMS = (32, 64, 128, 256)  # to compile ahead
@@ -29,6 +29,7 @@ _FIELDS = {x: (f"{x}_x", f"{x}_batch", f"{x}_token", f"{x}_head", f"{x}_channel"
 PARAMS = Fields(
     {field: "P" if field.endswith("_x") else "q" for fields in _FIELDS.values() for field in fields}
     | dict.fromkeys(("initial", "y", "final"), "P")
+    | {"y_token": "q"}
     | dict.fromkeys(("N", "H", "Dk", "Dv"), "i")
 )
 
@@ -40,10 +41,11 @@ class Build:
     arch: str
     lanes: int  # threads that share a column of the state
     keys: int  # that each of them has
+    shared: bool  # whether all channels have one decay
 
     @property
     def name(self) -> str:
-        return f"recurrence<{self.lanes}, {self.keys}>"
+        return f"recurrence<{self.lanes}, {self.keys}, {str(self.shared).lower()}>"
 
     @property
     def spec(self) -> KernelSpec:
@@ -56,15 +58,20 @@ class Build:
 
 
 @functools.cache
-def build_for(arch: str, Dk: int) -> Build:
-    """The build for so many channels of q and k: lanes of at most 32, in fours."""
+def build_for(arch: str, Dk: int, shared: bool) -> Build:
+    """The build for so many channels of q and k: lanes of at most 36, in fours."""
     lanes = next(n for n in (1, 2, 4, MOST_LANES) if Dk <= n * KEYS_OF_LANE)
-    return Build(arch, lanes, 4 * -(-Dk // (4 * lanes)))
+    return Build(arch, lanes, 4 * -(-Dk // (4 * lanes)), shared)
 
 
 def specs() -> list[KernelSpec]:
-    """The builds that `lingpt kernels` compiles ahead."""
-    return [build_for(arch, Dk).spec for arch in supported_architectures() for Dk in HEAD_DIMS]
+    """The builds that `lingpt kernels` compiles ahead: decays per channel, and the rows of rows.py."""
+    return [
+        build_for(arch, *channels).spec
+        for arch in supported_architectures()
+        for D in HEAD_DIMS
+        for channels in ((D, False), (D + 1, True))
+    ]
 
 
 def unsupported_reason(q: Tensor, Dv: int) -> str | None:
@@ -95,22 +102,39 @@ _no_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, left: Tensor, right: Tensor, initial: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: Tensor,
+    right: Tensor,
+    initial: Tensor,
+    *,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """y [B, N, H, Dv] and the final state [B, H, Dk, Dv]; all in fp32.
 
-    left, right: log decays, [B, N, H, 1 or Dk] and [B, N, H, 1 or Dv].
+    left, right: log decays, [B, N, H, 1 or Dk] and [B, N, H, 1 or Dv]. reverse: from the last token to the
+    first, each of which decays what is after it.
     """
     (B, N, H, Dk), Dv = q.shape, v.shape[-1]
     initial = initial.contiguous()
     y, final = q.new_empty(B, N, H, Dv), torch.empty_like(initial)
     values: dict[str, float] = dict(N=N, H=H, Dk=Dk, Dv=Dv)
-    values |= dict(initial=initial.data_ptr(), y=y.data_ptr(), final=final.data_ptr())
+    values |= dict(initial=initial.data_ptr(), final=final.data_ptr())
+    values["y"], (_, values["y_token"], *_) = _from_its_first_token(y, reverse)
     for name, x in zip(_OPERANDS, (q, k, v, left, right), strict=True):
-        *strides, channel = x.stride()
-        values |= zip(_FIELDS[name], (x.data_ptr(), *strides, channel if x.shape[-1] > 1 else 0), strict=True)
-    build = build_for(card(q.device)[0], Dk)
+        address, (*strides, channel) = _from_its_first_token(x, reverse)
+        values |= zip(_FIELDS[name], (address, *strides, channel if x.shape[-1] > 1 else 0), strict=True)
+    build = build_for(card(q.device)[0], Dk, left.shape[-1] == right.shape[-1] == 1)
     grid = -(-Dv * build.lanes // THREADS), B * H, 1
     with current_device(q.device):
         build.kernel(grid, THREADS, 0, raw_stream(q.device.index), PARAMS.pack(values))
     return y, final
+
+
+def _from_its_first_token(x: Tensor, reverse: bool) -> tuple[int, tuple[int, ...]]:
+    """The address and the strides of x [B, N, H, ·], of its tokens in reverse if so."""
+    batch, token, head, channel = x.stride()
+    if not reverse:
+        return x.data_ptr(), x.stride()
+    return x.data_ptr() + x.element_size() * (x.shape[1] - 1) * token, (batch, -token, head, channel)
