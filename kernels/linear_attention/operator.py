@@ -2,9 +2,9 @@
 
     lingpt::linear_attention_fwd, lingpt::linear_attention_bwd
 
-The schema comes from `Call`; both passes are those of the backend that `choose` takes: the CUDA kernel if it
-can serve the call, else the chunkwise form. torch.compile does not trace that choice. The other two forms,
-reference and recurrent, are differentiated by autograd and are called by interface.py.
+The schema comes from `Call`; both passes are those of the backend that `choose` takes: the first of CUDA's
+that can serve the call, else the chunkwise form. torch.compile does not trace that choice. The other two
+forms, reference and recurrent, are differentiated by autograd and are called by interface.py.
 
 Autograd is not `torch.library.register_autograd`'s, which spends 50 µs per call on a schema's defaults, and a
 call that nothing observes skips the dispatcher: for short sequences that takes as long as the launches. Both
@@ -64,6 +64,8 @@ _GRADIENTS_OF = (*_INPUTS, "a", "b", "token_log_decay", "gate_bias", "S", "z", "
 class Backend(Protocol):
     """A module that computes both passes of a call."""
 
+    DETOUR: str  # where a call that tensor cores do not take runs, and how much slower; "" of tensor cores
+
     def unsupported_reason(self, call: Call) -> str | None:
         """Why the backend cannot serve this call, in words for a user; None if it can."""
 
@@ -78,38 +80,39 @@ class Backend(Protocol):
 def choose(call: Call) -> Backend:
     """The backend for `call.backend` "cuda", "chunkwise" or "auto".
 
-    Raises UserError if "cuda" cannot serve the call. "auto" falls back to chunkwise and warns once per
-    reason, but not about fp32/fp64 inputs outside CUDA autocast, which the kernel never takes.
+    "cuda" and "auto" take the first CUDA backend that can serve the call: tensor cores, those with padded
+    heads, fp32. If there is none, "cuda" raises UserError, and "auto" takes chunkwise. Whoever could expect
+    faster is warned, once per reason: not about fp32 on the kernel in fp32, nor about float64, which no
+    kernel takes, unless autocast promises 16 bits.
     """
     if call.backend == "chunkwise" or (call.backend == "auto" and call.device.type != "cuda"):
         return chunkwise
-    reason = _cuda_unsupported_reason(call)
-    if reason is not None and call.backend == "cuda":
+    if call.inputs[0].numel() == 0:
+        return chunkwise  # the only one that handles empty inputs
+    backends: tuple[Backend, ...] = (*cuda_backends(), chunkwise)
+    reason = None
+    for backend in backends:
+        refusal = backend.unsupported_reason(call)
+        if refusal is None:
+            break
+        reason = refusal
+    if backend is chunkwise and call.backend == "cuda":
         raise UserError(f"backend='cuda' cannot run this: {reason}")
-    expected = call.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda")
-    if reason is not None and expected:
-        warn_once(reason)
-    empty = call.inputs[0].numel() == 0  # the chunkwise form handles empty inputs
-    return chunkwise if reason is not None or empty else cuda()
-
-
-def _cuda_unsupported_reason(call: Call) -> str | None:
-    if call.device.type != "cuda":
-        return f"the tensors are on {call.device.type}"
-    return cuda().unsupported_reason(call)
+    own = torch.float64 if backend is chunkwise else torch.float32
+    if reason and backend.DETOUR and (call.dtype != own or torch.is_autocast_enabled("cuda")):
+        warn_once(backend.DETOUR, reason)
+    return backend
 
 
 @functools.cache
-def cuda() -> Backend:
-    """The CUDA backend, imported when a CUDA tensor first arrives."""
-    return importlib.import_module("lingpt.kernels.linear_attention.cuda")
+def cuda_backends() -> tuple[Backend, ...]:
+    """The CUDA backends, imported when a CUDA tensor first arrives."""
+    return importlib.import_module("lingpt.kernels.linear_attention.cuda").BACKENDS
 
 
 @functools.cache
-def warn_once(reason: str) -> None:
-    warnings.warn(
-        f"linear_attention runs on the chunkwise backend, 20 to 40 times slower: {reason}", stacklevel=2
-    )
+def warn_once(where: str, reason: str) -> None:
+    warnings.warn(f"linear_attention runs {where}: {reason}", stacklevel=2)
 
 
 def linear_attention_flops(B: int, N: int, H: int, D: int, causal: bool = True) -> int:

@@ -1,4 +1,4 @@
-"""The CUDA backend, an `operator.Backend`: serves a Call with the launches of plan.py."""
+"""The CUDA backend on tensor cores, an `operator.Backend`: serves a Call with the launches of plan.py."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ from lingpt.kernels.linear_attention.cuda.toolchain import unusable_reason
 from lingpt.kernels.linear_attention.cuda.variants import BOUNDARY_INTERVAL, HEAD_DIMS, TAGS
 from lingpt.kernels.numerics import LOG_ZERO
 
+DETOUR = ""
 _COUNTS = {"initial": "n_initial", "final": "count_out"}  # of a state's tokens, in struct Params
 
 
-def unsupported_reason(call: Call) -> str | None:
-    """Why the kernels cannot serve this call, in words for a user; None if they can."""
+def unsupported_reason(call: Call, head_dim: int | None = None) -> str | None:
+    """Why the kernels cannot serve this call, in words for a user; None if they can.
+
+    head_dim: that to which its heads will be padded.
+    """
     B, _, H, D = call.shape
-    if reason := device_unsupported_reason(call.dtype, D, call.device):
+    if reason := device_unsupported_reason(call.dtype, head_dim or D, call.device):
         return reason
     if not call.causal:
         return "it is causal only"
@@ -49,6 +53,8 @@ def unsupported_reason(call: Call) -> str | None:
 @functools.cache
 def device_unsupported_reason(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
     """Why no kernels run for this dtype, head_dim and card; None if they do."""
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
     if dtype not in TAGS:
         return f"it takes bf16 and fp16, not {dtype}"
     if head_dim not in HEAD_DIMS:

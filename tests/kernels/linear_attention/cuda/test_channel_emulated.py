@@ -149,9 +149,9 @@ def test_gates_that_shut(emulated) -> None:
 def watched(function: Callable) -> Callable:
     """The function, in whose tensors the emulator finds every access; an operator hides those it makes."""
 
-    def call(*args):
+    def call(*args, **options):
         with Memory(*args):
-            return function(*args)
+            return function(*args, **options)
 
     return call
 

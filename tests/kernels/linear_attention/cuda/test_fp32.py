@@ -1,0 +1,192 @@
+"""What tensor cores do not take, fp32 and every head_dim, on the emulator and on a GPU; who takes a call."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.kernels.linear_attention import chunkwise, linear_attention, linear_attention_qkv, operator
+from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.cuda import (
+    BACKENDS,
+    backend,
+    fp32_backend,
+    padded_backend,
+    recurrence,
+)
+from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+from lingpt.tests import oracles
+from lingpt.tests.kernels.linear_attention.cuda import on_gpu
+from lingpt.tests.kernels.linear_attention.cuda.test_channel_emulated import Compiled, watched
+from lingpt.tests.oracles import forward_backward, in_float64, randn, relative
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+# On the emulator
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch):
+    """backend="cuda" is the one in fp32, on CPU tensors."""
+    monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
+    monkeypatch.setattr(recurrence, "card", lambda device: ("sm_80", 108))
+    monkeypatch.setattr(recurrence, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(recurrence, "current_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(recurrence, "unsupported_reason", lambda q, Dv: None)
+    monkeypatch.setattr(recurrence, "forward", watched(recurrence.forward))
+    monkeypatch.setattr(operator, "cuda_backends", lambda: (fp32_backend,))
+    recurrence.build_for.cache_clear()
+    yield
+    monkeypatch.undo()
+    recurrence.build_for.cache_clear()
+
+
+def options_of(kind: str, B: int, N: int, H: int, D: int, device: str = "cpu") -> dict:
+    """A decay per head or token, or none; b, and without the normaliser a, per head; states in and out."""
+    shapes = (B, H, D, D), (B, H, D), (B, H, D), (B, H)
+    found = dict(
+        b=torch.linspace(-0.5, 1, H, device=device),
+        initial=oracles.some_state(B, H, D, device=device),
+        dstate=[0.02 * randn(*shape, seed=10 + i, device=device) for i, shape in enumerate(shapes)],
+    )
+    if "free" in kind:
+        found |= dict(normalize=False, a=torch.linspace(1.5, -0.5, H, device=device))
+    if "head" in kind:
+        found["log_decay"] = torch.linspace(-0.1, 0, H, device=device)
+    if "token" in kind:
+        found["log_decay"] = oracles.token_decays(B, N, H, device)
+        found["log_decay"][:, N // 2] = float("-inf")
+    return found
+
+
+def worst(found: dict, exact: dict) -> tuple[float, str]:
+    off = {name: relative(found[name], x) for name, x in exact.items() if x.any()}
+    assert all(not found[name].any() for name in exact.keys() - off.keys())  # z and n without the normaliser
+    print({name: f"{x:.1e}" for name, x in off.items()})
+    return max((x, name) for name, x in off.items())
+
+
+CASES = [  # N, D, what else
+    (21, 32, "token"),
+    (11, 20, "head, free"),
+    pytest.param((21, 32, "token, free"), marks=pytest.mark.slow),
+    pytest.param((19, 64, ""), marks=pytest.mark.slow),
+    pytest.param((19, 128, "head"), marks=pytest.mark.slow),
+    pytest.param((11, 256, "token"), marks=pytest.mark.slow),
+    pytest.param((11, 256, "free"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_result_is_that_of_fp32(case: tuple, emulated) -> None:
+    """Guards: o, states, and the gradients of every input, of each number of lanes that share a column."""
+    N, D, kind = case
+    x, options = oracles.inputs(1, N, 2, D, FP32), options_of(kind, 1, N, 2, D)
+    found = forward_backward(*x, backend="cuda", **options)
+    off, name = worst(found, in_float64(*x, **options))
+    assert off < 3e-6, name
+
+
+@pytest.mark.nvrtc
+def test_16_bits_packed_rotated_and_in_sequences(emulated) -> None:
+    """Guards: RoPE and its transpose, borders of sequences, o's rounding in backward, gates' bias."""
+    N, H, D = 24, 2, 20
+    angle = torch.arange(N)[:, None] * torch.ones(6)
+    projected = randn(1, N, 3 * H * D + H, seed=0, dtype=BF16)
+    bias, do = torch.tensor([2.0, 4.0]), randn(1, N, H, D, seed=1, dtype=BF16)
+    results = []
+    for name, change in (("cuda", lambda x: x), ("chunkwise", torch.Tensor.double)):
+        leaves = [change(y).requires_grad_() for y in (projected, bias)]
+        o = linear_attention_qkv(
+            leaves[0], change(angle.cos()), change(angle.sin()), gate_bias=leaves[1], head_size=D,
+            cu_seqlens=torch.tensor([0, 7, 7, N]), backend=name,
+        )  # fmt: skip
+        results.append((o, *torch.autograd.grad(o, leaves, change(do))))
+    off = [relative(x, exact) for x, exact in zip(*results, strict=True)]
+    assert max(off) < 4e-3, off
+
+
+@pytest.mark.nvrtc
+def test_backward_follows_another_backends_forward(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: stats that mean something else."""
+    x, options = oracles.inputs(1, 20, 1, 16, FP32), options_of("token", 1, 20, 1, 16)
+    passes = SimpleNamespace(
+        DETOUR="",
+        unsupported_reason=lambda call: None,
+        forward=chunkwise.forward,
+        backward=fp32_backend.backward,
+    )
+    monkeypatch.setattr(operator, "cuda_backends", lambda: (passes,))
+    off, name = worst(forward_backward(*x, backend="cuda", **options), in_float64(*x, **options))
+    assert off < 3e-6, name
+
+
+# Which backend takes a call
+
+
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A card that has kernels; the warnings, as they come."""
+    told: list[str] = []
+    monkeypatch.setattr(operator, "warn_once", lambda where, reason: told.append(f"{where}: {reason}"))
+    monkeypatch.setattr(backend, "unusable_reason", lambda device: None)
+    uncached = backend.device_unsupported_reason.__wrapped__
+    monkeypatch.setattr(backend, "device_unsupported_reason", uncached)
+    monkeypatch.setattr(recurrence, "_no_kernel", lambda device: None)
+    return told
+
+
+class OnACard(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+
+def call(dtype: torch.dtype, D: int, **options) -> Call:
+    q, k, v = (torch.empty(1, 8, 2, D, dtype=dtype).as_subclass(OnACard) for _ in range(3))
+    return Call(q=q, k=k, v=v, **options)
+
+
+TAKEN = [
+    (BF16, 64, {}, backend, ""),
+    (torch.float16, 128, {}, backend, ""),
+    *((BF16, D, {}, padded_backend, "") for D in (16, 32, 80, 96, 112)),
+    (BF16, 144, {}, fp32_backend, "slower.*: tensor cores take a head_dim up to 128, not 144"),
+    (BF16, 256, {}, fp32_backend, "slower.*: tensor cores take a head_dim up to 128, not 256"),
+    (BF16, 64, {"cos": torch.ones(8, 8)}, fp32_backend, "multiple of 16 dimensions, not 8"),
+    *((FP32, D, {}, fp32_backend, "") for D in (16, 32, 64, 128, 256)),
+    (FP32, 288, {}, chunkwise, "20 to 40 times slower.*: it takes a head_dim below 288, not 288"),
+    (FP32, 64, {"causal": False}, chunkwise, "20 to 40 times slower.*: it is causal only"),
+    (torch.float64, 64, {}, chunkwise, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "D", "options", "taken", "words"), TAKEN)
+def test_who_takes_a_call_and_what_is_told(dtype, D, options, taken, words, on_a_card) -> None:
+    """Guards: a detour that is silent, or told where none is expected."""
+    assert operator.choose(call(dtype, D, **options)) is taken
+    assert len(on_a_card) == bool(words)
+    for told in on_a_card:
+        with pytest.warns(UserWarning, match=words):
+            warnings.warn(told, stacklevel=1)
+    given = call(dtype, D, **options, backend="cuda")
+    if taken is not chunkwise:
+        assert operator.choose(given) is taken
+        return
+    with pytest.raises(UserError, match=r"^backend='cuda' cannot run this: it "):
+        operator.choose(given)
+
+
+def test_autocast_promises_16_bits(on_a_card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    assert operator.choose(call(FP32, 64)) is fp32_backend
+    assert "bf16 and fp16, not torch.float32" in on_a_card[0]
