@@ -89,4 +89,4 @@ def _decay_gradient(log_decay: Tensor, dG: Tensor, at_end: Tensor) -> Tensor:
     In float64, as pairs of tokens that are both ≥ t cancel in it.
     """
     gradient = reverse_running_sum(dG.double(), 1) + at_end.double()[:, None]
-    return gradient.to(log_decay.dtype).masked_fill(log_decay <= LOG_ZERO[torch.float32], 0.0)
+    return gradient.float().masked_fill(log_decay <= LOG_ZERO[torch.float32], 0.0).contiguous()

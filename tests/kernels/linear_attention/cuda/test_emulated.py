@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from lingpt import ptx_emulator as emulator
-from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention, operator
+from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
 from lingpt.kernels.linear_attention.call import Call, OutputGradients
-from lingpt.kernels.linear_attention.cuda import backend, launch, plan, variants
+from lingpt.kernels.linear_attention.cuda import backend, launch, padded_backend, plan, variants
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 from lingpt.kernels.numerics import rotate, rotate_backward
 from lingpt.ptx_emulator import Memory
@@ -151,9 +151,9 @@ def all_options(build: Build, B: int, N: int, H: int) -> dict:
 
 
 def run(
-    q, k, v, do, dstate=None, b=1.0, initial=None, out=None, a=1.0, return_state=True, **options
+    q, k, v, do, dstate=None, b=1.0, initial=None, out=None, a=1.0, return_state=True, form=backend, **options
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """The CUDA backend's forward and backward: everything that comes out, by name."""
+    """A CUDA backend's forward and backward: everything that comes out, by name."""
     out = out or tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
     with Memory(q, k, v, do, dstate, b, a, initial, *options.values(), out):
         options |= {"b": b} if isinstance(b, torch.Tensor) else {"b_value": b}
@@ -162,8 +162,8 @@ def run(
         if (log_decay := options.pop("log_decay", None)) is not None:
             options["head_log_decay" if log_decay.ndim == 1 else "token_log_decay"] = log_decay
         call = Call(q=q, k=k, v=v, return_state=return_state, **options)
-        outputs = backend.forward(call)
-        gradients = backend.backward(call, outputs, OutputGradients(do, dstate), out)
+        outputs = form.forward(call)
+        gradients = form.backward(call, outputs, OutputGradients(do, dstate), out)
     final = outputs.state
     results = {"o": outputs.o, **dict(zip(("dq", "dk", "dv"), out, strict=True))}
     results |= {} if final is None else final._asdict()
@@ -212,6 +212,23 @@ def test_everything_at_once(build: Build, emulated) -> None:
     emulated(build)
     x, options = inputs(build, 1, 130, 2), all_options(build, 1, 130, 2)
     ours = run(*x, **options)
+    assert not too_inexact(ours, build, x, options)
+
+
+NARROW = [
+    Build("sm_80", 20, BF16, decay="token", rope=16),
+    Build("sm_90a", 96, FP16, decay="token", rope=32, weights="AFFINE"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", NARROW, ids=str)
+def test_heads_padded_to_those_of_tensor_cores(build: Build, emulated) -> None:
+    """Guards: zeros that change a result; what comes of them in o, gradients or states."""
+    emulated(build)
+    x, options = inputs(build, 1, 130, 2), all_options(build, 1, 130, 2)
+    ours = run(*x, **options, form=padded_backend)
+    assert ours["o"].shape == x[0].shape and ours["S"].shape[2:] == (build.D, build.D)
     assert not too_inexact(ours, build, x, options)
 
 
@@ -403,7 +420,7 @@ def test_a_call_passes_seven_files(build: Build, emulated, monkeypatch: pytest.M
     """Guards: a short way from the public function to a kernel's launch and back, with what is done once
     left out."""
     emulated(build)
-    monkeypatch.setattr(operator, "_cuda_unsupported_reason", lambda call: None)
+    monkeypatch.setattr(backend, "unsupported_reason", lambda call: None)
     monkeypatch.setattr(Compiled, "launch", lambda *args: None)
     q, k, v, do = (x.requires_grad_() for x in inputs(build, 1, 130, 2))
     decay = torch.zeros(1, 130, 2, requires_grad=True) if build.decay else None

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import chunkwise, linear_attention, linear_attention_qkv, operator
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.cuda import (
-    BACKENDS,
     backend,
     fp32_backend,
     padded_backend,
@@ -126,6 +126,77 @@ def test_backward_follows_another_backends_forward(emulated, monkeypatch: pytest
     monkeypatch.setattr(operator, "cuda_backends", lambda: (passes,))
     off, name = worst(forward_backward(*x, backend="cuda", **options), in_float64(*x, **options))
     assert off < 3e-6, name
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("normalize", [True, False])
+def test_opcheck(emulated, normalize: bool) -> None:
+    """Guards: results whose shapes or strides are not those that a compiler is told."""
+    B, N, H, D = 1, 6, 2, 8
+    *x, do = oracles.inputs(B, N, H, D, FP32)
+    options = {"a": torch.ones(H), "normalize": False} if not normalize else {}
+    call = Call(
+        *(None, None, *x), b=torch.ones(H), token_log_decay=-torch.ones(B, N, H), return_state=True,
+        **oracles.some_state(B, H, D)._asdict(), backend="cuda", **options,
+    )  # fmt: skip
+    forward, backward = (getattr(torch.ops.lingpt, f"linear_attention_{x}").default for x in ("fwd", "bwd"))
+    o, stats, *end = forward(*call)
+    opcheck(backward, (*call, o, stats, *end, do, *end))
+    opcheck(forward, call._replace(q=call.q.clone().requires_grad_()))
+
+
+# On a GPU
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["", "token", "head, free"])
+@pytest.mark.parametrize("D", [32, 64, 128, 256])
+def test_fp32_on_a_gpu(D: int, kind: str) -> None:
+    """Guards: long sequences, several blocks of columns, all results."""
+    x, options = on_gpu.inputs(2, 1000, 3, D, FP32), options_of(kind, 2, 1000, 3, D, "cuda")
+    off, name = worst(on_gpu.run(*x, **options), in_float64(*x, **options))
+    assert off < 2e-5, name
+
+
+@gpu
+@pytest.mark.parametrize("D", [32, 96, 256])
+def test_16_bits_of_every_head_dim_on_a_gpu(D: int) -> None:
+    """Guards: heads that are padded, and those that are too wide for tensor cores."""
+    x, options = on_gpu.inputs(2, 1000, 3, D, BF16), options_of("head", 2, 1000, 3, D, "cuda")
+    found, exact = on_gpu.run(*x, **options), in_float64(*x, **options)
+    few = {name for name, y in exact.items() if y.numel() < 16}
+    off, name = worst(found, {name: y for name, y in exact.items() if name not in few})
+    assert off < 1e-2, name
+    assert all(relative(found[name], exact[name]) < 5e-2 for name in few)
+
+
+@gpu
+@pytest.mark.parametrize(("D", "dtype"), [(32, BF16), (256, FP32)])
+def test_under_torch_compile_and_in_a_cuda_graph(D: int, dtype: torch.dtype) -> None:
+    """Guards: one graph, and replays that compute with what the inputs hold by then."""
+    x, fresh = on_gpu.inputs(1, 300, 2, D, dtype), on_gpu.inputs(1, 300, 2, D, dtype, seed=1)
+    options = options_of("token", 1, 300, 2, D, "cuda")
+    expected = on_gpu.run(*fresh, **options)
+    leaves, do = [y.detach().requires_grad_() for y in fresh[:3]], fresh[3]
+    given = dict(log_decay=options["log_decay"], backend="cuda")
+    o = torch.compile(linear_attention, fullgraph=True)(*leaves, **given)
+    assert torch.equal(o, linear_attention(*leaves, **given))
+    torch.autograd.grad(o, leaves, do)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        on_gpu.run(*x, **options)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = on_gpu.run(*x, **options)
+    for y, source in zip(x, fresh, strict=True):
+        y.copy_(source)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(found[name], y) for name, y in expected.items())
 
 
 # Which backend takes a call

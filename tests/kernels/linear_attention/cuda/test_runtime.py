@@ -12,6 +12,7 @@ from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import linear_attention, linear_attention_qkv, operator
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.tests.kernels.linear_attention.cuda.on_gpu import BF16, decays, inputs, randn, run, some_state
+from lingpt.tests.oracles import relative
 
 pytestmark = pytest.mark.usefixtures("compiled_builds")
 gpu = pytest.mark.gpu
@@ -189,21 +190,13 @@ def packed(R: int):
 
 
 NO_KERNEL = {
-    "head_dim 32": (
-        lambda **o: linear_attention(*inputs(1, 20, 2, 32, BF16)[:3], **o),
-        "head_dim of 64 or 128, not 32",
+    "head_dim 288": (
+        lambda **o: linear_attention(*inputs(1, 20, 2, 288, BF16)[:3], **o),
+        "head_dim below 288, not 288",
     ),
     "no causal mask": (
         lambda **o: linear_attention(*inputs(1, 20, 2, 64, BF16)[:3], causal=False, **o),
         "causal only",
-    ),
-    "8 rotated dimensions": (
-        lambda **o: linear_attention_qkv(*packed(8), **o),
-        "multiple of 16 dimensions, not 8",
-    ),
-    "strided rows": (
-        lambda **o: linear_attention(*(x.mT.contiguous().mT for x in inputs(1, 20, 2, 64, BF16)[:3]), **o),
-        "last dimension",
     ),
     "65536 heads": (lambda **o: linear_attention(*inputs(2**15, 1, 2, 64, BF16)[:3], **o), "above 65,535"),
 }
@@ -219,7 +212,7 @@ def test_without_a_kernel_auto_says_so_once_and_cuda_refuses(name, monkeypatch) 
     expected = call(backend="chunkwise")
     monkeypatch.setattr(Kernel, "__call__", None)
     operator.warn_once.cache_clear()
-    with pytest.warns(UserWarning, match=f"chunkwise.*{reason}"):
+    with pytest.warns(UserWarning, match=f"chunkwise.*20 to 40 times slower.*{reason}"):
         assert torch.equal(call(), expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -229,18 +222,49 @@ def test_without_a_kernel_auto_says_so_once_and_cuda_refuses(name, monkeypatch) 
     assert "\n" not in str(error.value)
 
 
+NO_TENSOR_CORES = {
+    "head_dim 144": (
+        lambda **o: linear_attention(*inputs(1, 20, 2, 144, BF16)[:3], **o),
+        "head_dim up to 128, not 144",
+    ),
+    "8 rotated dimensions": (
+        lambda **o: linear_attention_qkv(*packed(8), **o),
+        "multiple of 16 dimensions, not 8",
+    ),
+    "strided rows": (
+        lambda **o: linear_attention(*(x.mT.contiguous().mT for x in inputs(1, 20, 2, 64, BF16)[:3]), **o),
+        "last dimension",
+    ),
+}
+
+
 @gpu
-def test_fp32_stays_on_the_chunkwise_backend() -> None:
-    """Guards: no fp32 on 16-bit tensor cores, and no warning where nobody expects it, as under autocast."""
-    x = [y.float() for y in inputs(1, 20, 2, 64, BF16)[:3]]
+@pytest.mark.parametrize("name", NO_TENSOR_CORES)
+def test_without_tensor_cores_it_is_fp32_and_says_so_once(name) -> None:
+    """Guards: a detour that is silent, or through PyTorch."""
+    call, reason = NO_TENSOR_CORES[name]
+    exact = call(backend="chunkwise").double()
+    operator.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"in fp32, token by token.*slower.*{reason}"):
+        assert relative(call(), exact) < 4e-3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(linear_attention(*x), linear_attention(*x, backend="chunkwise"))
+        call()
+        call(backend="cuda")
+
+
+@gpu
+def test_fp32_is_no_detour_but_under_autocast() -> None:
+    """Guards: fp32 on 16-bit tensor cores, and a warning where nobody expects them."""
+    x = [y.float() for y in inputs(1, 20, 2, 64, BF16)[:3]]
     operator.warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        o = linear_attention(*x)
+        linear_attention(*(y.double() for y in x))
+    assert relative(o, linear_attention(*(y.double() for y in x))) < 2e-6
     with torch.autocast("cuda", BF16), pytest.warns(UserWarning, match="bf16 and fp16, not torch.float32"):
-        linear_attention(*x)
-    with pytest.raises(UserError, match="bf16 and fp16"):
-        linear_attention(*x, backend="cuda")
+        assert torch.equal(linear_attention(*x), o)
 
 
 MISTAKES = {
