@@ -45,6 +45,8 @@ class Options(RowOptions):
         "compile Triton kernels in parallel: first, only (then stop) or skip")] = "first"
     ncu: Annotated[bool, Option(
         "count the bytes moved with NVIDIA's profiler, which must be installed")] = False
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], Option(
+        "of the inputs; on a CPU it is float32")] = "bfloat16"
     device: Annotated[str, Option("cuda, cuda:1 … or cpu (tiny shapes, implementations in PyTorch)")] = "cuda"
     budget: Annotated[float, BUDGET] = 1200.0
     out: Annotated[str, OUT] = "runs/bench/kernels"
@@ -87,7 +89,7 @@ def _measure(options: Options) -> "Results | None":
 
     cpu, path = options.device == "cpu", Path(options.out) / "results.json"
     if not cpu and options.warm != "skip":
-        for cell, error in warm_up(options.implementations, options.only).items():
+        for cell, error in warm_up(options.implementations, options.only, options.dtype).items():
             print(f"not compiled: {cell}: {error}")
     if options.warm == "only":
         return None
@@ -98,7 +100,7 @@ def _measure(options: Options) -> "Results | None":
         budget=options.budget,
         limit=options.max_round_seconds,
         device=options.device,
-        dtype=torch.float32 if cpu else torch.bfloat16,
+        dtype=torch.float32 if cpu else getattr(torch, options.dtype),
         save_to=path,
         append=options.append,
         sweeps={"training": tuple(Shape(*shape) for shape in TINY)} if cpu else None,

@@ -71,6 +71,11 @@ class Row(BenchRow):
             return self.errors.get("o", float("inf")) <= self.tolerance
         return self.status == "ok"
 
+    @property
+    def unit_bytes(self) -> int:
+        """U."""
+        return self.shape.unit_bytes(getattr(torch, self.dtype).itemsize)
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         return super().from_dict(values | {"shape": Shape(**values["shape"])})
@@ -100,7 +105,8 @@ class Results(BenchResults[Row]):
 
     def lower_bound_ms(self, shape: Shape, units: int) -> float:
         """The time of moving `units` × U at the copy bandwidth."""
-        return units * shape.unit_bytes() / self.copy_bandwidth * 1e3
+        item_size = getattr(torch, self.environment.get("precision", "bfloat16")).itemsize
+        return units * shape.unit_bytes(item_size) / self.copy_bandwidth * 1e3
 
     def as_dict(self, row: Row) -> dict[str, Any]:
         return super().as_dict(row) | {"shape": row.shape._asdict()}
@@ -226,7 +232,7 @@ def _matches(shape: Shape, fixed: dict[str, int]) -> bool:
 
 def _value(row: Row, field: str) -> float:
     value = getattr(row, field)
-    return value * row.shape.unit_bytes() / 1e9 if field.endswith("memory") else value
+    return value * row.unit_bytes / 1e9 if field.endswith("memory") else value
 
 
 def _bytes_in_the_time(results: Results) -> dict[str, dict[str, float]]:
@@ -250,7 +256,7 @@ def _traffic(results: Results, moved: dict[str, dict[str, float]], label: str) -
     for index, (panel, direction) in enumerate(zip(panels, DIRECTIONS, strict=True)):
         ratios = {}
         for row in rows:
-            least = IMPLEMENTATIONS[row.implementation].min_traffic[index] * row.shape.unit_bytes()
+            least = IMPLEMENTATIONS[row.implementation].min_traffic[index] * row.unit_bytes
             ratios[row.implementation] = moved[row.implementation][direction] / least
         names = sorted(ratios, key=lambda name: ratios[name], reverse=True)
         titles = [IMPLEMENTATIONS[name].title for name in names]

@@ -24,7 +24,9 @@ from lingpt.common.devices import available_cores
 WARM_N = 1024  # kernels depend on whether B is 1, on H and on D; not on N, as long as 16 divides it
 
 
-def warm_up(implementations: Iterable[str] = (), only: Iterable[str] = ()) -> dict[str, str]:
+def warm_up(
+    implementations: Iterable[str] = (), only: Iterable[str] = (), dtype: str = "bfloat16"
+) -> dict[str, str]:
     """Runs every autotuning implementation once at each kind of shape of the sweeps named in `only` (default:
     all); returns the errors by "implementation shape".
 
@@ -37,20 +39,20 @@ def warm_up(implementations: Iterable[str] = (), only: Iterable[str] = ()) -> di
     kinds = sorted({Shape(min(s.B, 2), WARM_N, s.H, s.D) for s in shapes})
     cells = [(name, shape) for name in names for shape in kinds]
     with ThreadPoolExecutor(available_cores()) as pool:
-        ran = pool.map(lambda cell: _warm_in_process(*cell), cells)
+        ran = pool.map(lambda cell: _warm_in_process(*cell, dtype=dtype), cells)
         errors = list(tqdm(ran, total=len(cells), desc="warm", disable=None))
     return {f"{name} {shape}": error for (name, shape), error in zip(cells, errors, strict=True) if error}
 
 
-def _warm_in_process(name: str, shape: Shape) -> str | None:
+def _warm_in_process(name: str, shape: Shape, *, dtype: str) -> str | None:
     """Runs `warm_one` in a new process; None if it worked, else the last line of the error."""
-    script = f"from lingpt.bench.kernels.warm import warm_one; warm_one({name!r}, {tuple(shape)})"
+    script = f"from lingpt.bench.kernels.warm import warm_one; warm_one({name!r}, {tuple(shape)}, {dtype!r})"
     environment = os.environ | {"FLA_CACHE_RESULTS": "0", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     return None if ran.returncode == 0 else (ran.stderr.strip().splitlines() or ["no message"])[-1]
 
 
-def warm_one(name: str, shape: tuple[int, int, int, int]) -> None:
+def warm_one(name: str, shape: tuple[int, int, int, int], dtype: str) -> None:
     """Runs one forward and backward in this process."""
-    BenchCall(IMPLEMENTATIONS[name], Shape(*shape), torch.bfloat16, torch.device("cuda")).both()
+    BenchCall(IMPLEMENTATIONS[name], Shape(*shape), getattr(torch, dtype), torch.device("cuda")).both()
     torch.cuda.synchronize()
