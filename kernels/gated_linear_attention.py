@@ -71,7 +71,7 @@ def gated_linear_attention(
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
             "recurrent"  token by token, for decoding;
             "cuda"       our kernels: on tensor cores bf16 and fp16, Dk ≤ 256 and Dv ≤ 512 (padded to
-                         multiples of 32); else in fp32, token by token, Dk and Dv ≤ 256;
+                         multiples of 32); else in fp32, token by token, Dk and Dv ≤ 288;
             "fla"        fla-core's chunk_gla, CUDA only (under torch.compile it breaks the graph);
             "auto"       recurrent for one token; cuda where it can run; else chunkwise, with a warning on
                          CUDA devices.

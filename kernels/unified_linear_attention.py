@@ -83,7 +83,7 @@ def unified_linear_attention(
             "recurrent"  token by token, for decoding;
             "cuda"       kernels. On tensor cores, once differentiable: bf16 and fp16, Dk ≤ 256 and Dv ≤ 512,
                          `right` not per channel; they read a decay for each channel, a coarser one is copied
-                         to all. In fp32, token by token: all else with Dk and Dv ≤ 256, but float64;
+                         to all. In fp32, token by token: all else with Dk and Dv ≤ 288, but float64;
             "auto"       recurrent for one token; cuda where it can run; else chunkwise, with a warning on
                          CUDA devices, as it is many times slower.
 

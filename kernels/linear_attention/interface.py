@@ -95,9 +95,11 @@ def linear_attention(
             "reference"  the definition, quadratic; also for second derivatives, forward mode and torch.func;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
             "recurrent"  token by token, for decoding;
-            "cuda"       bf16 and fp16 on tensor cores;
-            "auto"       the CUDA kernel if it can run, else chunkwise, with one warning if the CUDA kernel
-                         would have been expected; recurrent for one token with a state on a CPU.
+            "cuda"       kernels, causal: on tensor cores bf16 and fp16 with D ≤ 128 (padded to 64 or 128);
+                         else in fp32, token by token, all but float64 with D ≤ 287, with one warning if
+                         tensor cores would have been expected;
+            "auto"       cuda if it can run, else chunkwise, with one warning unless it is for float64;
+                         recurrent for one token with a state on a CPU.
 
     Returns:
         o [B, N, H, D] in q's dtype. `linear_attention_with_state` also returns the final state.

@@ -16,6 +16,7 @@ from lingpt.kernels.linear_attention.cuda import recurrence
 from lingpt.kernels.linear_attention.rows import Rows, pack, per_token, unpack
 from lingpt.kernels.numerics import LOG_ZERO, reverse_running_sum, to_tokens, true_fp32
 
+# How many times is not yet measured.
 DETOUR = "in fp32, token by token, many times slower than on tensor cores"
 
 
