@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(THREADS) recurrence(const __grid_constant__ Re
   const int lane = threadIdx.x % LANES, own = threadIdx.x / LANES, first = blockIdx.x * COLUMNS, column = first + own;
   const i64 state = i64(blockIdx.y) * p.Dk * p.Dv + column;
   float* y = p.y + (i64(blockIdx.y / p.H) * p.N * p.H + blockIdx.y % p.H) * p.Dv + column;
+  const bool has_columns = first + threadIdx.x / 32 * 32 / LANES < p.Dv;  // else the warp only copies
 
   float S[KEYS];
 #pragma unroll
@@ -59,6 +60,7 @@ __global__ void __launch_bounds__(THREADS) recurrence(const __grid_constant__ Re
     load<false>(v, p.v, begin, p.N, p.H, first, p.Dv);
     load<true>(right, p.right, begin, p.N, p.H, first, p.Dv);
     __syncthreads();
+    if (!has_columns) continue;
     for (int t = 0; t < min(TOKENS, p.N - begin); t++) {
       const float value = v[t][own], r = right[t][SHARED ? 0 : own];
       float sums[4] = {};  // an addition need not wait for the one before
