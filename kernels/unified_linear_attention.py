@@ -383,7 +383,9 @@ def _log_decay(name: str, decay: float | Tensor | None, x: Tensor) -> Tensor:
         decay = decay.expand(B, N, H)
     if decay.shape == (B, N, H):
         decay = decay.unsqueeze(-1)
-    if decay.shape not in ((B, N, H, 1), (B, N, H, D)) or not decay.is_floating_point():
+    # Not `shape in (…)`, which torch.compile gets wrong for a length that it does not know.
+    fits = decay.ndim == 4 and decay.shape[:3] == (B, N, H) and (decay.shape[3] == 1 or decay.shape[3] == D)
+    if not fits or not decay.is_floating_point():
         raise UserError(
             f"{name} must be a number, [H], [B, N, H] or [B, N, H, {D}] of floating point, with H = {H}; "
             f"got {decay.dtype} {list(decay.shape)}"

@@ -234,3 +234,12 @@ def test_a_mistake_is_a_line(change, message):
     q, k, v, *_ = inputs()
     with pytest.raises(UserError, match=message):
         unified_linear_attention(**({"q": q, "k": k, "v": v} | change))
+
+
+def test_compiled_for_any_length_and_head_dim() -> None:
+    """Guards: after a second length, sizes are not numbers any more while torch.compile traces."""
+    compiled = torch.compile(unified_linear_attention, fullgraph=True, backend="eager")
+    for N, D in ((16, 16), (32, 16), (48, 16), (48, 32)):
+        q, k, v = (torch.randn(2, N, 3, D) for _ in range(3))
+        decays = -torch.rand(2, N, 3, D), -torch.rand(2, N, 3, D)
+        assert torch.equal(compiled(q, k, v, *decays), unified_linear_attention(q, k, v, *decays))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -180,7 +181,8 @@ def unsupported_reason(q: Tensor, Dk: int, Dv: int) -> str | None:
         return "batch size × heads is above 65,535"
     if 0 in (B, N, H):
         return "it takes no empty tensors"
-    return _shape_unsupported_reason(q.dtype, Dk, Dv, q.device)
+    # A number for torch.compile, too, even if D has changed since its first call.
+    return _shape_unsupported_reason(q.dtype, operator.index(Dk), operator.index(Dv), q.device)
 
 
 def _shape_unsupported_reason(dtype: torch.dtype, Dk: int, Dv: int, device: torch.device) -> str | None:
