@@ -3,7 +3,8 @@
 A linear attention needs the state before its piece: all ranks gather the state of each piece from zero and
 its decay, a few kilobytes per head whatever the length, and each scans those before its own (LASP-2,
 arXiv 2502.07563). The gradient is the same scan in reverse. A short convolution needs the last tokens of the
-piece before, and softmax attention all keys and values up to its own piece.
+piece before. Softmax attention needs all tokens: its heads are divided over the ranks instead, by an exchange
+of all with all before it and one after it (DeepSpeed-Ulysses, arXiv 2309.14509), so each has the same work.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -45,9 +47,27 @@ class Context:
         everyone = self.gather(x, "last tokens")
         return everyone[self.rank - 1] if self.rank else 0 * everyone[0]
 
-    def up_to_here(self, x_BN: Tensor) -> Tensor:
-        """`[B, N, ...]` → the tokens of all pieces up to this one, `[B, (rank + 1)·N, ...]`."""
-        return torch.cat(self.gather(x_BN, "keys and values")[: self.rank + 1].unbind(), dim=1)
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """q `[B, N, H, D]`, k and v `[B, N, G, D]` of this piece → all size·N tokens of this rank's share of
+        the heads. If `size` does not divide G, each head of q gets k and v of its own; if it does not divide
+        H either, heads of zeros are added."""
+        (H, G), n = (q.shape[2], k.shape[2]), self.size
+        if G % n:
+            k, v = (x.repeat_interleave(H // G, 2) for x in (k, v))
+            q, k, v = (F.pad(x, (0, 0, 0, -H % n)) for x in (q, k, v))
+        shares = [x.unflatten(2, (n, -1)) for x in (q, k, v)]
+        parts = self._exchange(torch.cat(shares, 3).movedim(2, 0))  # [size, B, N, heads of q, k and v, D]
+        return parts.movedim(0, 1).flatten(1, 2).split([x.shape[3] for x in shares], 2)
+
+    def to_tokens(self, o: Tensor) -> Tensor:
+        """All tokens of this rank's heads, `[B, size·N, h, D]` → those of this piece of all heads,
+        `[B, N, size·h, D]`: the inverse of `to_heads`."""
+        parts = self._exchange(o.unflatten(1, (self.size, -1)).movedim(1, 0))
+        return parts.movedim(0, 2).flatten(2, 3)
+
+    def _exchange(self, x: Tensor) -> Tensor:
+        """x[r] goes to rank r → what each rank has sent here, `[size, ...]`."""
+        return torch.compiler.disable(_Exchange.apply)(x, self)
 
     def own_borders(self, cu_seqlens: Tensor, B: int, N: int) -> Tensor:
         """The borders of documents that are in this piece, in its B·N tokens; B·N for all others.
@@ -57,6 +77,13 @@ class Context:
         row, position = cu_seqlens // (self.size * N), cu_seqlens % (self.size * N) - self.rank * N
         inside = (position >= 0) & (position < N) & (row < B)
         return torch.where(inside, row * N + position, B * N)
+
+    def whole_borders(self, borders: Tensor, B: int, N: int) -> Tensor:
+        """The inverse of `own_borders`, from those of all pieces."""
+        everyone = self.gather(borders, "borders")
+        rank = torch.arange(self.size, dtype=borders.dtype, device=borders.device).unsqueeze(-1)
+        whole = (everyone // N * self.size + rank) * N + everyone % N
+        return torch.where(everyone < B * N, whole, B * self.size * N).amin(0)
 
     def state_before(self, state: Tensor, decay: Tensor) -> Tensor:
         """The state before this piece, given that of the piece alone, `[..., E]`, and its decay `[...]`."""
@@ -91,3 +118,19 @@ class _Gather(torch.autograd.Function):
         with record_function(SENDS + ctx.what):
             _reduce_scatter(own.view(-1), gradient.contiguous().view(-1), group=ctx.context.group)
         return own, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Its gradient is the same exchange: what was sent comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:
+        ctx.context = context
+        parts = torch.empty_like(x, memory_format=torch.contiguous_format)
+        with record_function(SENDS + "heads"):
+            dist.all_to_all_single(parts, x.contiguous(), group=context.group)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.forward(ctx, gradient, ctx.context), None

@@ -92,8 +92,8 @@ def memory_estimate(
 
 
 def _gathered(model: GPT, size: _Bytes, seq_len: int, pieces: int, activation_checkpointing: bool) -> int:
-    """Bytes per sequence that the layers gather from all pieces, of `seq_len` tokens each."""
-    sent = [0 if pieces == 1 else block.attn.gathered_elements(seq_len) for block in model.blocks]
+    """Bytes per sequence that the layers get from all pieces, of `seq_len` tokens each."""
+    sent = [0 if pieces == 1 else block.attn.sent_elements(seq_len, pieces) for block in model.blocks]
     return (max(sent) if activation_checkpointing else sum(sent)) * pieces * size.activation
 
 

@@ -116,9 +116,10 @@ class Attention(Fp32Buffers, ABC):
         """Activation elements per token that torch.compile saves for backward in this layer, from norm_1's
         output (not counted) to proj's input (counted). fp32 elements count twice under bf16."""
 
-    def gathered_elements(self, tokens: int) -> int:
-        """With `context`: activation elements that each process sends to the others per sequence in a forward
-        pass, and as many in the backward pass, for a piece of `tokens`. fp32 elements count twice."""
+    def sent_elements(self, tokens: int, pieces: int) -> int:
+        """With `context`: activation elements that each process sends to each other one per sequence in a
+        forward pass, and as many in the backward pass, if there are so many pieces of `tokens` each. fp32
+        elements count twice."""
         return 0
 
     @abstractmethod

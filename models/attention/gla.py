@@ -135,7 +135,7 @@ class GLAAttention(Attention):
         saved = 2 * (self.d_k + self.d_v) + 4 * self.d_k + states + 3 * self.d_v
         return saved if self.conv is None else saved + 2 * self.d_k + self.d_v  # and the convolution's input
 
-    def gathered_elements(self, tokens: int) -> int:
+    def sent_elements(self, tokens: int, pieces: int) -> int:
         conv = 0 if self.conv is None else (WIDTH - 1) * (2 * self.d_k + self.d_v)
         return 2 * self.d_k * (self.d_v // self.n_head + 1) + conv  # the state and its decay
 

@@ -247,7 +247,7 @@ class OursAttention(QKVAttention):
             saved += 2 * width  # the gate before its silu, and the input of `proj`
         return saved
 
-    def gathered_elements(self, tokens: int) -> int:
+    def sent_elements(self, tokens: int, pieces: int) -> int:
         D = self.config.head_size
         conv = 0 if self.conv is None else (WIDTH - 1) * sum(self.config.qkv_sizes)
         return 2 * self.config.n_head * (D * D + 2 * D + 2) + conv  # the state and its decay

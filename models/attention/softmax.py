@@ -205,36 +205,42 @@ class SoftmaxAttention(QKVAttention):
         state: KVCache | None = None,
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        N, H, G, D = x_BNC.shape[1], self.config.n_head, self.config.n_query_groups, self.config.head_size
+        H, G = self.config.n_head, self.config.n_query_groups
         qkv = self.qkv(x_BNC)
         if self.conv is not None:
             qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens, context=self.context)
         qk, v = self.split_heads(qkv)
         q, k = apply_rope(qk, cos_NR, sin_NR).split((H, G), dim=2)
-        mask: torch.Tensor | None = None
-        scale = 1.0 / math.sqrt(D)
-        if self.context is not None and state is None:
-            k, v = self.context.up_to_here(torch.stack((k, v), dim=2)).unbind(2)
-            from torch.nn.attention.bias import causal_lower_right  # which loads PyTorch's compiler
+        if self.context is None or state is not None:
+            return self.gate_and_project(self._attend(q, k, v, state, cu_seqlens), x_BNC)
+        if cu_seqlens is not None:
+            cu_seqlens = self.context.whole_borders(cu_seqlens, *x_BNC.shape[:2])
+        q, k, v = self.context.to_heads(q, k, v)
+        o = self._attend(q, k, v, None, cu_seqlens)
+        return self.gate_and_project(self.context.to_tokens(o)[:, :, :H], x_BNC)
 
-            mask = causal_lower_right(N, k.shape[1])  # a kernel's option; no tensor
-            if cu_seqlens is not None or self.window is not None:
-                mask = causal_mask(N, k.shape[1], self.window, k.device)
-            if cu_seqlens is not None:
-                document = self.context.up_to_here(first_tokens(cu_seqlens, len(k), N).int()).cumsum(1)
-                mask = (mask & (document[:, -N:, None] == document[:, None]))[:, None]
-        elif cu_seqlens is not None or (self.window is not None and state is None):
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        state: KVCache | None,
+        cu_seqlens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """o `[B, N, H, D]` of q, k and v, `[B, N, H or G, D]`."""
+        N, mask, scale = q.shape[1], None, 1.0 / math.sqrt(self.config.head_size)
+        if cu_seqlens is not None or (self.window is not None and state is None):
             if state is not None and cu_seqlens is not None:
                 state.append(k.transpose(1, 2), v.transpose(1, 2))
                 first = first_tokens(cu_seqlens, len(k), N)
                 state.start = (first * torch.arange(N, device=first.device)).amax(1)
-            return self.gate_and_project(packed_attention(q, k, v, cu_seqlens, scale, self.window), x_BNC)
+            return packed_attention(q, k, v, cu_seqlens, scale, self.window)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H or G, N, D], SDPA's order
         if state is not None:
             k, v = state.append(k, v)
             if state.static is not None:
                 o = split_kv_attention(q, k, v, state.static.mask_of(self.window).to(q.dtype), scale)
-                return self.gate_and_project(o.transpose(1, 2), x_BNC)
+                return o.transpose(1, 2)
             keys = k.shape[2]
             if 1 < N < keys or state.start is not None or keys > (self.window or keys):
                 # SDPA's own causal mask starts at the first key, not the first new one.
@@ -242,10 +248,11 @@ class SoftmaxAttention(QKVAttention):
             if mask is not None and state.start is not None:
                 mask = mask & (torch.arange(keys, device=q.device) >= state.start[:, None, None, None])
         with self._kernel(decoding=state is not None):
+            causal, grouped = N > 1 and mask is None, k.shape[1] < q.shape[1]
             o = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, is_causal=N > 1 and mask is None, enable_gqa=G < H
+                q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=grouped
             )
-        return self.gate_and_project(o.transpose(1, 2), x_BNC)
+        return o.transpose(1, 2)
 
     def _kernel(self, decoding: bool) -> contextlib.AbstractContextManager:
         """A context that selects SDPA's kernel. `sdpa` applies to training only: not every kernel supports a
@@ -270,9 +277,9 @@ class SoftmaxAttention(QKVAttention):
             saved += 2 * q  # the gate before its silu, and the input of `proj`
         return saved
 
-    def gathered_elements(self, tokens: int) -> int:
-        sizes = self.config.qkv_sizes
-        return tokens * sum(sizes[1:]) + (0 if self.conv is None else (WIDTH - 1) * sum(sizes))
+    def sent_elements(self, tokens: int, pieces: int) -> int:
+        q, *_ = sizes = self.config.qkv_sizes
+        return tokens * (sum(sizes) + q) // pieces + (0 if self.conv is None else (WIDTH - 1) * sum(sizes))
 
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype

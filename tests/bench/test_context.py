@@ -40,7 +40,7 @@ def gpu_trace() -> list[dict[str, Any]]:
     for t in (0, 1000):
         events.append(event("user_annotation", "step", t, 1000))
         events.append(event("user_annotation", "sends states", t + 100, 50))
-        events.append(event("user_annotation", "sends keys and values", t + 500, 50, tid=2))
+        events.append(event("user_annotation", "sends heads", t + 500, 50, tid=2))
         for name, start, end in (("forward", 300, 600), ("backward", 600, 1100), ("optimizer", 1100, 1200)):
             events.append(event("gpu_user_annotation", name, t + start, end - start, 7))
         launch(t + 110, 1, "ncclDevKernel_AllGather_RING_LL", t + 400, 30)
@@ -131,7 +131,7 @@ def test_communication_is_summed_by_what_it_sends(tmp_path: Path):
     write_trace(tmp_path / "profile/trace.json.gz")
     trace = read_trace(tmp_path / "profile/trace.json.gz")
     assert trace.seconds == 1e-3
-    assert trace.shares() == pytest.approx({"states": 0.03, "keys and values": 0.02, "gradients": 0.1})
+    assert trace.shares() == pytest.approx({"states": 0.03, "heads": 0.02, "gradients": 0.1})
     assert trace.kernels == [(1300, 900)]
     assert trace.parts == {"forward": [(1300, 300)], "backward": [(1600, 500)], "optimizer": [(2100, 100)]}
     draw_trace(trace, "a step", tmp_path / "trace.png")
@@ -163,6 +163,6 @@ def test_processes_are_the_ranks_of_a_run(tmp_path: Path, monkeypatch):
             slow.run([*words, "--train.name=slow"], 0.5)
         assert time.monotonic() - began < 30
     trace = read_trace(tmp_path / "run/profile/trace.json.gz")
-    assert set(trace.shares()) == {"states", "keys and values", "last tokens", "gradients"}
+    assert set(trace.shares()) == {"states", "heads", "last tokens", "gradients"}
     assert set(trace.parts) == {"forward", "backward", "optimizer"} and not trace.kernels
     assert "validation loss" in (tmp_path / "a/0.out").read_text()

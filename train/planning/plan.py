@@ -118,23 +118,20 @@ def _micro_batch_seconds(recipe: Recipe, gpt: GPT, n: int, flops_per_second: flo
     """Seconds that a device computes for a micro-batch, and that it waits for what others send, if n devices
     hold the pieces of its sequences and each has as many tokens as in `recipe`.
 
-    All wait for the last piece, whose softmax layers read all others. Waiting counts bandwidth and latency of
-    the collectives, without overlap.
+    Waiting counts bandwidth and latency of the collectives, without overlap.
     """
     t = recipe.train
     tokens = recipe.data.seq_len // t.context_parallel
-    # The whole sequence without all pieces but the last.
-    flops = n * gpt.flops_per_token(n * tokens) - (n - 1) * gpt.flops_per_token(max(1, n - 1) * tokens)
     bandwidth, latency = NVLINK if n <= 8 else NETWORK
     passes = 3 if t.activation_checkpointing else 2
-    sent = _sent(recipe, gpt) if n > 1 else 0
+    sent = _sent(recipe, gpt, n) if n > 1 else 0
     waits = passes * ((n - 1) * sent / bandwidth + (n > 1) * gpt.config.n_layer * latency)
-    return t.micro_batch_size * tokens * flops / flops_per_second, waits
+    return t.micro_batch_size * tokens * gpt.flops_per_token(n * tokens) / flops_per_second, waits
 
 
-def _sent(recipe: Recipe, gpt: GPT) -> int:
-    """Bytes that each device sends to each other one that has a piece of its sequences, in a pass."""
-    elements = sum(block.attn.gathered_elements(recipe.piece_len) for block in gpt.blocks)
+def _sent(recipe: Recipe, gpt: GPT, n: int) -> int:
+    """Bytes that each of n devices sends to each other one that has a piece of its sequences, in a pass."""
+    elements = sum(block.attn.sent_elements(recipe.piece_len, n) for block in gpt.blocks)
     return 2 * recipe.train.micro_batch_size * elements
 
 
@@ -149,7 +146,7 @@ def _context(recipe: Recipe, gpt: GPT) -> str:
         shares.append(f"{waits / (computes + waits):.1%} over {devices}")
     return (
         f"{counted(n, 'device')} a sequence, {recipe.piece_len:,} tokens each; each sends "
-        f"{scaled(_sent(recipe, gpt), 'B')} to the others in a pass, estimated share of a step on H100s: "
+        f"{scaled(_sent(recipe, gpt, n), 'B')} to the others in a pass, estimated share of a step on H100s: "
         f"{', '.join(shares)}"
     )
 

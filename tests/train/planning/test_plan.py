@@ -2,6 +2,7 @@
 
 import pytest
 
+from lingpt.common.format import scaled
 from lingpt.models import GPT, ModelArgs
 from lingpt.train import Recipe, TrainConfig
 from lingpt.train.planning.machine import Machine
@@ -35,15 +36,13 @@ def test_a_linear_attention_keeps_its_rate_at_any_length():
     )
 
 
-def test_all_wait_for_the_last_piece_of_softmax():
-    """It reads all others, 2 - 1/n times the mean work of attention."""
-    gpt = GPT.on_meta(ModelArgs("pythia-1.4b", "softmax", block_size=2**17).config())
-    attention = 2 * (gpt.flops_per_token(2**17) - gpt.flops_per_token(2**16))
-    linear = gpt.flops_per_token(2**17) - attention
-    one = foretold("softmax", 2**17)[0]
-    rate, sending, _ = foretold("softmax", 2**17, n=4, devices=4)
-    slower = (linear + attention * (2 - 1 / 4)) / (linear + attention)
-    assert rate == pytest.approx(one / slower * (1 - sending), rel=1e-3)
+def test_softmax_is_divided_evenly():
+    """Each device computes as many heads; a quarter of q, k, v and o of its piece goes to each device."""
+    one, *_ = foretold("softmax", 2**17)
+    rate, sending, plan = foretold("softmax", 2**17, n=4, devices=4)
+    assert rate == pytest.approx(one * (1 - sending), rel=1e-6)
+    sent = 2 * 24 * 2**15 * 4 * 2048 // 4
+    assert f"each sends {scaled(sent, 'B')} to the others" in plan
 
 
 def test_devices_beyond_a_sequences_train_others():
