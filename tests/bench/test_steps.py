@@ -29,6 +29,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(steps, name, value)
 
 
+@pytest.mark.slow
 def test_packed_documents_are_timed_beside_the_same_without(tmp_path: Path):
     names = ["hybrid", "hybrid-packed"]
     sizes = ON_A_CPU | {"tokens_per_step": 3200}

@@ -63,6 +63,7 @@ def test_it_may_be_mapped():
     assert torch.equal(mapped, torch.stack([short_convolution(one, weight) for one in x]))
 
 
+@pytest.mark.slow
 def test_compiled_it_keeps_its_input_alone():
     """Guards: no padded or fp32 copy of q, k and v is written forward and read backward."""
     x = torch.randn(2, 64, 32, dtype=torch.bfloat16, requires_grad=True)
