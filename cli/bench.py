@@ -81,7 +81,7 @@ def _measure(options: Options) -> "Results | None":
     """The results; None if only compiling the kernels was requested."""
     import torch
 
-    from lingpt.bench.kernels.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS
+    from lingpt.bench.kernels.implementations import DEFAULT_IMPLEMENTATIONS, KERNELS
     from lingpt.bench.kernels.runner import run_bench
     from lingpt.bench.kernels.shapes import Shape
     from lingpt.bench.kernels.traffic import count_bytes
@@ -95,7 +95,7 @@ def _measure(options: Options) -> "Results | None":
         return None
     results = run_bench(
         options.only,
-        options.implementations or (IMPLEMENTATIONS if cpu else DEFAULT_IMPLEMENTATIONS),
+        options.implementations or (KERNELS if cpu else DEFAULT_IMPLEMENTATIONS),
         quick=options.quick,
         budget=options.budget,
         limit=options.max_round_seconds,

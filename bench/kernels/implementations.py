@@ -8,6 +8,7 @@ To add one, add an entry to IMPLEMENTATIONS at the end of this file.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
-from lingpt.bench.kernels import inputs, oracles
+from lingpt.bench.kernels import forms, inputs, oracles
 from lingpt.bench.kernels.inputs import Inputs
 from lingpt.bench.kernels.shapes import Shape
 from lingpt.common.install import install_command
@@ -29,6 +30,7 @@ from lingpt.kernels.linear_attention import linear_attention, linear_attention_q
 from lingpt.kernels.numerics import B_SHRINK
 
 BF16 = torch.bfloat16
+CHUNKS = (64, 128, 256, 512, 1024, 2048)  # tokens, of the chunked form
 
 MakeInputs = Callable[[Shape, torch.dtype, torch.device], Inputs]
 Attention = Callable[[Inputs], Tensor]
@@ -95,6 +97,13 @@ def _sound_scalar_gates(shape: Shape | None, dtype: torch.dtype, device: torch.d
     if torch.cuda.get_device_capability(device)[0] != 9 or _numbers(found) >= (3, 7, 1):
         return None
     return f"no backward pass: on Hopper it needs Triton 3.7.1 or newer, this is {found}"
+
+
+def _whole_chunks(chunk: int) -> Need:
+    def need(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+        return f"{chunk} tokens do not divide N" if shape and shape.N % chunk else None
+
+    return need
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -248,9 +257,21 @@ _ALL = (
                    oracles.softmax, _GPU, quadratic=True, colour_of="softmax-cudnn"),
     Implementation("sdpa-math", "softmax in PyTorch (SDPA)", inputs.random, _sdpa("MATH"), oracles.softmax,
                    quadratic=True, colour_of="softmax"),
+    Implementation("form-quadratic", "all weights", inputs.random, forms.quadratic, oracles.linear,
+                   colour_of="softmax-cudnn"),
+    Implementation("form-blocks", "weights in blocks", inputs.random, forms.quadratic_in_blocks,
+                   oracles.linear, colour_of="identity"),
+    Implementation("form-recurrent", "one state after another", inputs.random, forms.recurrent,
+                   oracles.linear, colour_of="gla"),
+    Implementation("form-states", "all states", inputs.random, forms.all_states, oracles.linear,
+                   colour_of="ours-decay"),
+    *(Implementation(f"form-chunks-{C}", f"chunks of {C}", inputs.random,
+                     functools.partial(forms.chunked, chunk=C), oracles.linear, (_whole_chunks(C),),
+                     colour_of="ours-gated") for C in CHUNKS),
 )  # fmt: skip
 
 IMPLEMENTATIONS = {implementation.name: implementation for implementation in _ALL}
-DEFAULT_IMPLEMENTATIONS = tuple(
-    name for name in IMPLEMENTATIONS if name not in ("sdpa-math", "ours-chunkwise")
-)
+# What `lingpt bench` measures, the slow ones in PyTorch only if they are named; and `lingpt bench forms`.
+KERNELS = tuple(name for name in IMPLEMENTATIONS if not name.startswith("form-"))
+DEFAULT_IMPLEMENTATIONS = tuple(name for name in KERNELS if name not in ("sdpa-math", "ours-chunkwise"))
+FORMS = ("sdpa-flash", "ours", *(name for name in IMPLEMENTATIONS if name not in KERNELS))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from lingpt.bench.clock import Clock
-from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
+from lingpt.bench.kernels.implementations import CHUNKS, FORMS, IMPLEMENTATIONS
 from lingpt.bench.kernels.shapes import REFERENCE, Shape
 from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
 from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
@@ -155,7 +155,7 @@ class Results(BenchResults[Row]):
         ]
 
     def draw(self, folder: Path) -> list[Path]:
-        """Draws the figures `sweep-n`, `sweep-d`, `traffic` and `bytes`, as far as measured."""
+        """Draws the figures `sweep-n`, `sweep-d`, `traffic`, `bytes` and `forms`, as far as measured."""
         estimated = "time × copy bandwidth / least possible bytes (an upper bound)"
         counted = "bytes to and from DRAM, counted by the GPU / least possible"
         figures = {
@@ -163,6 +163,7 @@ class Results(BenchResults[Row]):
             "sweep-d": _sweep(self, "D", {"H": 16, "N": 4096}),
             "traffic": _traffic(self, _bytes_in_the_time(self), estimated),
             "bytes": _traffic(self, self.bytes_moved, counted),
+            "forms": _forms(self),
         }
         drawn = [save_formats(figure, folder, name) for name, figure in figures.items() if figure is not None]
         return [path for paths in drawn for path in paths]
@@ -224,6 +225,46 @@ def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
             figure, "A point is missing where an implementation failed or was left out: the table says why."
         )
     return figure
+
+
+def _forms(results: Results) -> Figure | None:
+    """Time over N of each form, of the chunked one with its best chunk; and that chunk over N."""
+    shapes = sorted({row.shape for row in results.rows if row.implementation.startswith("form-")}, key=_N)
+    best: dict[Shape, tuple[float, int]] = {}  # the chunked form's least time, and its chunk
+    for chunk in CHUNKS:
+        for shape in shapes:
+            if row := results.correct_row(f"form-chunks-{chunk}", shape):
+                best[shape] = min(best.get(shape, (float("inf"), chunk)), (row.both_ms or 0.0, chunk))
+    if len(best) < 2:
+        return None
+    figure, (times, chunks) = _figure(2, width=5.2)
+    lengths = [shape.N for shape in shapes]
+    for name in FORMS:
+        rows = [row for shape in shapes if (row := results.correct_row(name, shape))]
+        if rows and not name.startswith("form-chunks-"):
+            x, y = [row.shape.N for row in rows], [row.both_ms for row in rows]
+            times.plot(x, y, label=IMPLEMENTATIONS[name].title, **style(name))
+    look = style(f"form-chunks-{CHUNKS[0]}")
+    times.plot(list(map(_N, best)), [ms for ms, _ in best.values()], label="chunks, the best size", **look)
+    chunks.plot(list(map(_N, best)), [chunk for _, chunk in best.values()], **look)
+    times.set(title="forward + backward", ylabel="time (ms)")
+    chunks.set(title="the chunked form", ylabel="best chunk (tokens)")
+    for panel in (times, chunks):
+        panel.set(xscale="log", yscale="log", xlabel=AXES["N"])
+        panel.set_xticks(lengths, list(map(in_k, lengths)))
+        panel.minorticks_off()
+        style_axes(panel)
+    chunks.set(ylim=(CHUNKS[0] / 1.3, CHUNKS[-1] * 1.3))
+    chunks.set_yticks(CHUNKS, list(map(str, CHUNKS)))
+    figure.legend(*times.get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
+    first = shapes[0]
+    tokens = f"{first.B * first.N:,} tokens, H={first.H} D={first.D}"
+    figure.suptitle(f"{tokens}, {results.rows[0].dtype}, {results.environment['card']}", fontsize=11)
+    return figure
+
+
+def _N(shape: Shape) -> int:
+    return shape.N
 
 
 def _matches(shape: Shape, fixed: dict[str, int]) -> bool:

@@ -1,6 +1,7 @@
 """The benchmark of the kernels: oracles, correctness, rounds, the file, the table and the plots."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -14,7 +15,7 @@ import torch
 
 from lingpt.bench.clock import Clock
 from lingpt.bench.environment import warn_if_shared
-from lingpt.bench.kernels import inputs, measure, runner
+from lingpt.bench.kernels import forms, inputs, measure, oracles, runner
 from lingpt.bench.kernels.call import TAIL, BenchCall, Graphs, base_of, interleaved_ratios
 from lingpt.bench.kernels.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Implementation
 from lingpt.bench.kernels.results import Results, Row, style
@@ -499,6 +500,28 @@ def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main(["bench", "--redraw", "--out", out]) == 0
     assert main(["bench", "--redraw", "--out", str(tmp_path / "none")]) == 2
     assert "run `lingpt bench` first" in capsys.readouterr().err
+
+
+def test_forms_are_one_function() -> None:
+    """Guards: a form that is fast as it computes something else; N is more than a block and a chunk."""
+    x = inputs.random(Shape(2, 640, 2, 8), torch.float64, CPU)
+    do = torch.randn(2, 640, 2, 8, dtype=torch.float64)
+    whole = [oracles.linear(x), *torch.autograd.grad(oracles.linear(x), list(x.values()), do)]
+    chunked = functools.partial(forms.chunked, chunk=64)
+    for form in (forms.quadratic, forms.quadratic_in_blocks, forms.recurrent, forms.all_states, chunked):
+        o = form(x)
+        for found, expected in zip((o, *torch.autograd.grad(o, list(x.values()), do)), whole, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_forms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Guards: `lingpt bench forms` from the command line to the figure."""
+    assert main(["bench", "forms", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert "form-chunks-256: skipped: 256 tokens do not divide N" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    ran = {row["implementation"] for row in rows if row["status"] == "ok"}
+    assert {"form-quadratic", "form-blocks", "form-recurrent", "form-states", "form-chunks-64"} <= ran
+    assert (tmp_path / "forms.png").exists()
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
