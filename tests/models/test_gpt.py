@@ -170,6 +170,7 @@ def test_constants_stay_in_fp32_and_survive_the_meta_device(small):
             assert torch.equal(buffer, constants[name]), name
 
 
+@pytest.mark.slow
 def test_a_block_compiles_as_one_graph(small, tokens, variant):
     """Training compiles per block: a graph break would be paid in every layer of every step."""
     torch._dynamo.reset()

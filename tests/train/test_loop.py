@@ -43,8 +43,9 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def without_clock(folder: Path) -> list[dict]:
-    clock = {"train_time", "tokens_per_second"}
-    return [{k: v for k, v in line.items() if k not in clock} for line in read_metrics(folder)]
+    """The run's metrics without times and memory, which differ from run to run."""
+    differ = {"train_time", "tokens_per_second", "peak_memory"}
+    return [{k: v for k, v in line.items() if k not in differ} for line in read_metrics(folder)]
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
