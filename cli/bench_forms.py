@@ -26,17 +26,20 @@ class Options(RowOptions):
 def run(options: Options) -> None:
     import torch
 
-    from lingpt.bench.kernels import shapes
     from lingpt.bench.kernels.implementations import FORMS
     from lingpt.bench.kernels.results import Results
     from lingpt.bench.kernels.runner import run_bench
+    from lingpt.bench.kernels.shapes import FORM_SHAPES, Shape
 
     def bench(device: str, max_round_seconds: float, **given: Any) -> Results:
         cpu = device == "cpu"
-        tiny = {"forms": tuple(shapes.Shape(*shape) for shape in TINY)}
-        dtype, sweeps = (torch.float32, tiny) if cpu else (torch.bfloat16, shapes.FORMS)
         return run_bench(
-            (), FORMS, device=device, limit=max_round_seconds, dtype=dtype, sweeps=sweeps, **given
+            implementations=FORMS,
+            device=device,
+            limit=max_round_seconds,
+            dtype=torch.float32 if cpu else torch.bfloat16,
+            sweeps={"forms": tuple(Shape(*shape) for shape in TINY) if cpu else FORM_SHAPES},
+            **given,
         )
 
     measure_or_redraw(options, Results, bench)

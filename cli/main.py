@@ -42,10 +42,7 @@ VERBS = {  # verb: (module, what it does)
     "replay": ("lingpt.cli.replay", "show what a step of a run was trained on"),
     "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),
     "bench": ("lingpt.cli.bench", "measure the kernels against the baselines"),
-    "bench forms": (
-        "lingpt.cli.bench_forms",
-        "time the forms of linear attention over the context",
-    ),
+    "bench forms": ("lingpt.cli.bench_forms", "time the forms of linear attention over the context"),
     "bench train": ("lingpt.cli.bench_train", "time a whole training step of each attention"),
     "bench context": ("lingpt.cli.bench_context", "time steps of sequences over several devices"),
     "bench decode": ("lingpt.cli.bench_decode", "time a token of decoding, over the context"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lingpt.bench.kernels.inputs import Inputs
+from lingpt.kernels.numerics import state_dtype
 
 BLOCK = 512  # queries whose weights exist at a time
 
@@ -39,7 +40,7 @@ def quadratic_in_blocks(x: Inputs) -> Tensor:
 def recurrent(x: Inputs) -> Tensor:
     """One state after another."""
     q, k, v = x["q"], x["k"], x["v"]
-    S, o = torch.zeros((), dtype=_sum_dtype(q), device=q.device), []
+    S, o = torch.zeros((), dtype=state_dtype(q.dtype), device=q.device), []
     for q_i, k_i, v_i in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True):
         S = S + k_i.unsqueeze(-1) * v_i.unsqueeze(-2)
         o.append((q_i.to(S.dtype).unsqueeze(-2) @ S).squeeze(-2))
@@ -49,17 +50,13 @@ def recurrent(x: Inputs) -> Tensor:
 def all_states(x: Inputs) -> Tensor:
     """The states of all tokens, by a cumulative sum of N·D² numbers a head."""
     q, k, v = x["q"], x["k"], x["v"]
-    S = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(1, dtype=_sum_dtype(q))
+    S = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(1, dtype=state_dtype(q.dtype))
     return (q.to(S.dtype).unsqueeze(-2) @ S).squeeze(-2).to(q.dtype)
 
 
 def chunked(x: Inputs, chunk: int) -> Tensor:
     """The state before each chunk of tokens, and within it weights. `chunk` must divide N."""
     q, k, v = (x[name].transpose(1, 2).unflatten(2, (-1, chunk)) for name in "qkv")  # [B, H, chunks, C, D]
-    own = (k.mT @ v).to(_sum_dtype(q))
+    own = (k.mT @ v).to(state_dtype(q.dtype))
     before = (own.cumsum(2) - own).to(q.dtype)
     return (q @ before + (q @ k.mT).tril() @ v).flatten(2, 3).transpose(1, 2)
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -27,7 +27,7 @@ from lingpt.bench.kernels.shapes import Shape
 from lingpt.common.install import install_command
 from lingpt.kernels.gated_linear_attention import gated_linear_attention
 from lingpt.kernels.linear_attention import linear_attention, linear_attention_qkv
-from lingpt.kernels.numerics import B_SHRINK
+from lingpt.kernels.numerics import B_SHRINK, state_dtype
 
 BF16 = torch.bfloat16
 CHUNKS = (64, 128, 256, 512, 1024, 2048)  # tokens, of the chunked form
@@ -147,7 +147,7 @@ def _cumsum(x: Inputs) -> Tensor:
 
     The sums are fp32: bf16 sums make the gradients wrong (dk by 3.6 % at N = 8192 on an H200).
     """
-    dtype = torch.promote_types(x["q"].dtype, torch.float32)
+    dtype = state_dtype(x["q"].dtype)
     q, k, v = normalize(x["q"], dim=-1), normalize(x["k"], dim=-1), x["v"]
     S = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(1, dtype=dtype)  # [B, N, H, D, D]
     z, c = k.cumsum(1, dtype=dtype), v.cumsum(1, dtype=dtype)
@@ -201,7 +201,7 @@ _FLA = (_cuda_device, _package("fla", "fla-core", install_command("bench")))
 _MAMBA = (_cuda_device, _package("mamba_ssm", "mamba-ssm", install_command("peers")))
 _MLSTM = (_cuda_device, _package("mlstm_kernels", "mlstm-kernels", install_command("peers")))
 
-_ALL = (
+_KERNELS = (
     Implementation("ours", "ours", inputs.random, _ours("cuda"), _ours("chunkwise"), _GPU, ours=True),
     Implementation("ours-decay", "ours, with decay", inputs.decayed, _ours("cuda"), _ours("chunkwise"),
                    _GPU, ours=True, training_only=True,
@@ -257,6 +257,9 @@ _ALL = (
                    oracles.softmax, _GPU, quadratic=True, colour_of="softmax-cudnn"),
     Implementation("sdpa-math", "softmax in PyTorch (SDPA)", inputs.random, _sdpa("MATH"), oracles.softmax,
                    quadratic=True, colour_of="softmax"),
+)  # fmt: skip
+
+_FORMS = (
     Implementation("form-quadratic", "all weights", inputs.random, forms.quadratic, oracles.linear,
                    colour_of="softmax-cudnn"),
     Implementation("form-blocks", "weights in blocks", inputs.random, forms.quadratic_in_blocks,
@@ -270,8 +273,8 @@ _ALL = (
                      colour_of="ours-gated") for C in CHUNKS),
 )  # fmt: skip
 
-IMPLEMENTATIONS = {implementation.name: implementation for implementation in _ALL}
+IMPLEMENTATIONS = {implementation.name: implementation for implementation in (*_KERNELS, *_FORMS)}
 # What `lingpt bench` measures, the slow ones in PyTorch only if they are named; and `lingpt bench forms`.
-KERNELS = tuple(name for name in IMPLEMENTATIONS if not name.startswith("form-"))
+KERNELS = tuple(implementation.name for implementation in _KERNELS)
 DEFAULT_IMPLEMENTATIONS = tuple(name for name in KERNELS if name not in ("sdpa-math", "ours-chunkwise"))
-FORMS = ("sdpa-flash", "ours", *(name for name in IMPLEMENTATIONS if name not in KERNELS))
+FORMS = ("sdpa-flash", "ours", *(implementation.name for implementation in _FORMS))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -212,10 +212,7 @@ def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
             shapes = {getattr(row.shape, axis): row.shape for row in rows}
             bounds = [results.lower_bound_ms(shape, units) for shape in shapes.values()]
             panel.plot(list(shapes), bounds, ":", color="grey", label="least traffic at the copy bandwidth")
-        panel.set(xscale="log", yscale="log", title=title, xlabel=AXES[axis], ylabel=label)
-        panel.set_xticks(values, list(map(in_k, values)))
-        panel.minorticks_off()
-        style_axes(panel)
+        _log_axes(panel, values, title=title, xlabel=AXES[axis], ylabel=label)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
     where = " ".join(f"{name}={value}" for name, value in fixed.items())
@@ -229,31 +226,28 @@ def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
 
 def _forms(results: Results) -> Figure | None:
     """Time over N of each form, of the chunked one with its best chunk; and that chunk over N."""
-    shapes = sorted({row.shape for row in results.rows if row.implementation.startswith("form-")}, key=_N)
-    best: dict[Shape, tuple[float, int]] = {}  # the chunked form's least time, and its chunk
-    for chunk in CHUNKS:
-        for shape in shapes:
-            if row := results.correct_row(f"form-chunks-{chunk}", shape):
-                best[shape] = min(best.get(shape, (float("inf"), chunk)), (row.both_ms or 0.0, chunk))
+    chunked = {f"form-chunks-{chunk}": chunk for chunk in CHUNKS}
+    shapes = sorted({row.shape for row in results.rows if row.implementation in chunked}, key=lambda s: s.N)
+
+    def timed(shape: Shape, names: Iterable[str]) -> list[tuple[float, str]]:
+        rows = (results.correct_row(name, shape) for name in names)
+        return [(row.both_ms, row.implementation) for row in rows if row and row.both_ms]
+
+    best = [(shape.N, *min(found)) for shape in shapes if (found := timed(shape, chunked))]
     if len(best) < 2:
         return None
+    lengths, best_ms, names = zip(*best, strict=True)
     figure, (times, chunks) = _figure(2, width=5.2)
-    lengths = [shape.N for shape in shapes]
     for name in FORMS:
-        rows = [row for shape in shapes if (row := results.correct_row(name, shape))]
-        if rows and not name.startswith("form-chunks-"):
-            x, y = [row.shape.N for row in rows], [row.both_ms for row in rows]
-            times.plot(x, y, label=IMPLEMENTATIONS[name].title, **style(name))
-    look = style(f"form-chunks-{CHUNKS[0]}")
-    times.plot(list(map(_N, best)), [ms for ms, _ in best.values()], label="chunks, the best size", **look)
-    chunks.plot(list(map(_N, best)), [chunk for _, chunk in best.values()], **look)
-    times.set(title="forward + backward", ylabel="time (ms)")
-    chunks.set(title="the chunked form", ylabel="best chunk (tokens)")
-    for panel in (times, chunks):
-        panel.set(xscale="log", yscale="log", xlabel=AXES["N"])
-        panel.set_xticks(lengths, list(map(in_k, lengths)))
-        panel.minorticks_off()
-        style_axes(panel)
+        points = [(shape.N, ms) for shape in shapes for ms, _ in timed(shape, [name])]
+        if points and name not in chunked:
+            times.plot(*zip(*points, strict=True), label=IMPLEMENTATIONS[name].title, **style(name))
+    look = style(names[0])
+    times.plot(lengths, best_ms, label="chunks, the best size", **look)
+    chunks.plot(lengths, [chunked[name] for name in names], **look)
+    ticks = [shape.N for shape in shapes]
+    _log_axes(times, ticks, title="forward + backward", xlabel=AXES["N"], ylabel="time (ms)")
+    _log_axes(chunks, ticks, title="the chunked form", xlabel=AXES["N"], ylabel="best chunk (tokens)")
     chunks.set(ylim=(CHUNKS[0] / 1.3, CHUNKS[-1] * 1.3))
     chunks.set_yticks(CHUNKS, list(map(str, CHUNKS)))
     figure.legend(*times.get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
@@ -263,8 +257,11 @@ def _forms(results: Results) -> Figure | None:
     return figure
 
 
-def _N(shape: Shape) -> int:
-    return shape.N
+def _log_axes(panel: Any, ticks: Sequence[int], **labels: str) -> None:
+    panel.set(xscale="log", yscale="log", **labels)
+    panel.set_xticks(ticks, list(map(in_k, ticks)))
+    panel.minorticks_off()
+    style_axes(panel)
 
 
 def _matches(shape: Shape, fixed: dict[str, int]) -> bool:

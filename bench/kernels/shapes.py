@@ -37,4 +37,4 @@ QUICK: dict[str, tuple[Shape, ...]] = {
     "sweep-d": tuple(Shape(4, 4096, 16, D) for D in (64, 128)),
 }
 # As many tokens of heads of GPT-2's size, in sequences of different lengths.
-FORMS = {"forms": tuple(Shape(65536 // N, N, 12, 64) for N in (512, 2048, 8192, 16384, 32768, 65536))}
+FORM_SHAPES = tuple(Shape(65536 // N, N, 12, 64) for N in (512, 2048, 8192, 16384, 32768, 65536))
