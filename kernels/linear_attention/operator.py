@@ -87,7 +87,7 @@ def choose(call: Call) -> Backend:
     """
     if call.backend == "chunkwise" or (call.backend == "auto" and call.device.type != "cuda"):
         return chunkwise
-    if call.inputs[0].numel() == 0:
+    if call.inputs[0].numel() == 0 and call.device.type == "cuda":
         return chunkwise  # the only one that handles empty inputs
     backends: tuple[Backend, ...] = (*cuda_backends(), chunkwise)
     reason = None
