@@ -47,7 +47,7 @@ class Context:
         everyone = self.gather(x, "last tokens")
         return everyone[self.rank - 1] if self.rank else 0 * everyone[0]
 
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def sequence_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """q `[B, N, H, D]`, k and v `[B, N, G, D]` of this piece → all size·N tokens of this rank's share of
         the heads. If `size` does not divide G, each head of q gets k and v of its own; if it does not divide
         H either, heads of zeros are added."""
@@ -59,9 +59,9 @@ class Context:
         parts = self._exchange(torch.cat(shares, 3).movedim(2, 0))  # [size, B, N, heads of q, k and v, D]
         return parts.movedim(0, 1).flatten(1, 2).split([x.shape[3] for x in shares], 2)
 
-    def to_tokens(self, o: Tensor) -> Tensor:
+    def heads_to_sequence(self, o: Tensor) -> Tensor:
         """All tokens of this rank's heads, `[B, size·N, h, D]` → those of this piece of all heads,
-        `[B, N, size·h, D]`: the inverse of `to_heads`."""
+        `[B, N, size·h, D]`: the inverse of `sequence_to_heads`."""
         parts = self._exchange(o.unflatten(1, (self.size, -1)).movedim(1, 0))
         return parts.movedim(0, 2).flatten(2, 3)
 

@@ -215,9 +215,9 @@ class SoftmaxAttention(QKVAttention):
             return self.gate_and_project(self._attend(q, k, v, state, cu_seqlens), x_BNC)
         if cu_seqlens is not None:
             cu_seqlens = self.context.whole_borders(cu_seqlens, *x_BNC.shape[:2])
-        q, k, v = self.context.to_heads(q, k, v)
+        q, k, v = self.context.sequence_to_heads(q, k, v)
         o = self._attend(q, k, v, None, cu_seqlens)
-        return self.gate_and_project(self.context.to_tokens(o)[:, :, :H], x_BNC)
+        return self.gate_and_project(self.context.heads_to_sequence(o)[:, :, :H], x_BNC)
 
     def _attend(
         self,

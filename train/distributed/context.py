@@ -1,8 +1,8 @@
 """Context parallelism: neighbouring ranks hold the pieces of the same sequences.
 
 Every rank still holds the model (DDP) or its part of it (FSDP2) and the gradients are summed over all ranks:
-a piece's loss is a part of the sum, and what other pieces owe to its tokens reaches it through the gathers of
-kernels/context_parallel.py.
+a piece's loss is a part of the sum, and what other pieces owe to its tokens reaches it through the
+collectives of kernels/context_parallel.py.
 """
 
 from datetime import timedelta

@@ -146,8 +146,8 @@ def _context(recipe: Recipe, gpt: GPT) -> str:
         shares.append(f"{waits / (computes + waits):.1%} over {devices}")
     return (
         f"{counted(n, 'device')} a sequence, {recipe.piece_len:,} tokens each; each sends "
-        f"{scaled(_sent(recipe, gpt, n), 'B')} to the others in a pass, estimated share of a step on H100s: "
-        f"{', '.join(shares)}"
+        f"{scaled(_sent(recipe, gpt, n), 'B')} to each of the others in a pass, "
+        f"estimated share of a step on H100s: {', '.join(shares)}"
     )
 
 

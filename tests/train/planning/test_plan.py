@@ -42,7 +42,7 @@ def test_softmax_is_divided_evenly():
     rate, sending, plan = foretold("softmax", 2**17, n=4, devices=4)
     assert rate == pytest.approx(one * (1 - sending), rel=1e-6)
     sent = 2 * 24 * 2**15 * 4 * 2048 // 4
-    assert f"each sends {scaled(sent, 'B')} to the others" in plan
+    assert f"each sends {scaled(sent, 'B')} to each of the others" in plan
 
 
 def test_devices_beyond_a_sequences_train_others():
