@@ -132,7 +132,7 @@ class Run:
                 step, last = self.progress.step, self.progress.step == total
                 logs = step % t.log_interval == 0 or last or stop.agreed or "skipped" in line
                 if logs or status.is_due(step):
-                    line |= self.throughput(logged)
+                    line |= {**self.throughput(logged), "peak_memory": self.parallel.peak_memory}
                     speed = report.speed(line, self.recipe, step)
                     bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}", refresh=False)
                     status.print_if_due(step, f"step {step}/{total} · loss {line['loss']:.4f}{speed}")
@@ -328,11 +328,11 @@ class Run:
         self.lock.check()
 
     def throughput(self, since: Progress) -> dict[str, Any]:
-        """Tokens per second and MFU since the progress `since`, and the peak memory so far."""
+        """Tokens per second and MFU since the progress `since`."""
         seconds = self.progress.train_time - since.train_time
         rate = (self.progress.tokens - since.tokens) / max(seconds, 1e-9)
         used = mfu(rate, self.flops_per_token, self.machine.peak, self.machine.world_size)
-        return {"tokens_per_second": rate, "mfu": used, "peak_memory": self.parallel.peak_memory}
+        return {"tokens_per_second": rate, "mfu": used}
 
     def log(self, kind: str, **values: Any) -> None:
         clocks = {key: getattr(self.progress, key) for key in CLOCKS}
