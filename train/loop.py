@@ -24,7 +24,7 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.common.format import duration
 from lingpt.common.run_folder import PROFILE, read_metrics
-from lingpt.data import Batch, BatchSampler, Blocks, Dataset, Prefetcher
+from lingpt.data import Batch, BatchSampler, Dataset, Prefetcher
 from lingpt.models import Config
 from lingpt.train import report
 from lingpt.train.compilation import compiles
@@ -48,6 +48,7 @@ from lingpt.train.step import (
     segment_losses,
     set_learning_rate,
 )
+from lingpt.train.validation import validate
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -103,7 +104,6 @@ class Run:
         self.writer = CheckpointWriter(parallel.host_mesh)
         self.last_save, self.save_due = time.monotonic(), False
         self.val_loss: float | None = None  # at this step
-        self.by_segment: list[float] = []  # the last validation's losses of each segment, nats per token
         self.best = parallel.on_rank_zero(lambda: checkpoint.best_loss(self.folder))
         self.trackers = Trackers(lock)
         self.profiler = Profiler(self.folder / PROFILE, t.profile and parallel.rank == 0)
@@ -172,7 +172,7 @@ class Run:
         with span(COMMUNICATION if parallel.world_size > 1 else WAITING):
             total, stops, saves, grad_norm = numbers.wait()
         if stops:
-            self.propagate_stop(stop)
+            stop.agree(parallel.all_gather_object(stop.number))
         self.save_due, self.val_loss = saves > 0, None
         loss_mean = total / targets
         line: dict[str, Any] = {"loss": loss_mean, "lr": rate, "grad_norm": grad_norm}
@@ -192,10 +192,6 @@ class Run:
         """This rank's i-th micro-batch of the next step."""
         with span("data"):
             return self.parallel.to_device(self.micro_batches.get(self.progress.step, i))
-
-    def propagate_stop(self, stop: Stop) -> None:
-        """Sets `stop` on all ranks, with the same signal, once they know that one was asked to stop."""
-        stop.agreed, stop.number = True, max(self.parallel.all_gather_object(stop.number))
 
     def warm_up(self) -> None:
         """Compiles, and tunes for a GPU, before the clock starts, with one micro-batch whose gradient is
@@ -238,12 +234,13 @@ class Run:
         and gets the loss. UserError on all ranks if its disk cannot be written.
         """
         step, others = self.progress.step, self.dataset.val_sources
-        val, by_segment = self.validate(stop), self.by_segment
-        more = [self.validate(stop, blocks) for blocks in others.values()]
-        if val is None or None in more:
+        texts = (self.dataset.val, *others.values())
+        found = [result for blocks in texts if (result := validate(self, blocks, stop))]
+        if len(found) < len(texts):
             print_rank0("the validation is left for when the run is resumed")
             return False
-        losses = dict(zip(others, more, strict=True))
+        (val, by_segment), *more = found
+        losses = {name: loss for name, (loss, _) in zip(others, more, strict=True)}
         each = "".join(f", {name} {loss:.4f}" for name, loss in losses.items())
         print_rank0(f"step {step}/{self.total_steps} · {trained}validation {val:.4f}{each}{speed}")
         if saved:  # before the log, whose line marks this validation as done
@@ -253,28 +250,6 @@ class Run:
         self.log("val", loss=val, **{name: numbers for name, numbers in details.items() if numbers})
         self.val_loss = val
         return True
-
-    @torch.no_grad()
-    def validate(self, stop: Stop, blocks: Blocks | None = None) -> float | None:
-        """Nats per token on the first of `blocks`, by default the validation's, always the same ones; None if
-        stopped."""
-        if stop.agreed:
-            return None
-        val, parallel, n = blocks or self.dataset.val, self.parallel, self.recipe.train.segments
-        loss_sum, tokens = torch.zeros(n, dtype=torch.float64, device=parallel.device), 0.0
-        used = self.recipe.validation_blocks(len(val))
-        batches = list(parallel.micro_batches(used, self.recipe.train.micro_batch_size))
-        for batch, counts in progress_bar(batches, desc="validation", leave=False):
-            losses = list(segment_losses(self.model, self.gpt, parallel.to_device(val.gather(batch)), n))
-            if counts:
-                loss_sum += torch.stack(losses)
-                tokens += val.num_targets(batch) / parallel.pieces
-            if parallel.any_rank(stop.requested):  # checked at each batch, as all of them may take long
-                self.propagate_stop(stop)
-                return None
-        *totals, all_tokens = parallel.all_reduce_sum(*loss_sum, tokens)
-        self.by_segment = [total / (all_tokens / n) for total in totals]
-        return sum(totals) / all_tokens
 
     def must_save(self) -> bool:
         """Whether `save_minutes` have passed; or the run must end, and `save` says why."""

@@ -5,7 +5,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -26,6 +26,10 @@ class Stop:
     requested: bool = False
     agreed: bool = False
     number: int = 0
+
+    def agree(self, numbers: Iterable[int]) -> None:
+        """Every process calls it with the `number` of each, once they know that one got a signal."""
+        self.agreed, self.number = True, max(numbers)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from lingpt.train.runs.replay import replay
 from lingpt.train.runs.resume import schedule_jump
 from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.signals import Stop
+from lingpt.train.validation import validate
 
 
 def start(recipe) -> loop.Run:
@@ -204,15 +205,14 @@ def test_a_stream_that_is_stopped_and_resumed_is_the_undisturbed_run(make_recipe
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_in_a_validation_is_agreed_on_there(make_recipe, monkeypatch):
     """A validation may take long: it is left, and comes first when the run goes on."""
-    original = loop.Run.validate
 
-    def validate_and_interrupt(self, stop):
-        if self.progress.step == 3:
+    def validate_and_interrupt(run, blocks, stop):
+        if run.progress.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return original(self, stop)
+        return validate(run, blocks, stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Run, "validate", validate_and_interrupt)
+        patch.setattr(loop, "validate", validate_and_interrupt)
         with pytest.raises(KeyboardInterrupt, match=r"stopped and saved at step 3 of 6"):
             train(make_recipe())
     validated = [line["step"] for line in read_metrics(make_recipe().run_folder) if line["kind"] == "val"]
@@ -234,11 +234,11 @@ def test_weights_in_bf16_train_like_those_in_fp32(make_recipe, attention):
 
 
 def test_the_clock_stands_while_validating_and_saving(make_recipe, monkeypatch):
-    def slow(self, stop):
+    def slow(*_):
         time.sleep(0.5)
-        return 1.0
+        return 1.0, [1.0]
 
-    monkeypatch.setattr(loop.Run, "validate", slow)
+    monkeypatch.setattr(loop, "validate", slow)
     began = time.perf_counter()
     folder = train(make_recipe(eval_interval=1))
     wall = time.perf_counter() - began
@@ -250,8 +250,8 @@ def test_validation_is_the_mean_over_the_same_tokens_every_time(make_recipe):
     block = torch.stack([run.dataset.val[i] for i in range(7)])
     with torch.no_grad():
         expected = F.cross_entropy(run.gpt(block[:, :-1]).flatten(0, 1), block[:, 1:].flatten()).item()
-    assert run.validate(Stop()) == pytest.approx(expected, rel=1e-6)
-    assert run.validate(Stop()) == run.validate(Stop())
+    first, again = (validate(run, run.dataset.val, Stop()) for _ in range(2))
+    assert first == again and first[0] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(make_recipe, monkeypatch):
