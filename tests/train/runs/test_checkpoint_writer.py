@@ -207,7 +207,7 @@ def test_by_time_too(make_recipe, monkeypatch):
 def test_the_best_is_kept(make_recipe, monkeypatch):
     """Saved where the validation is at its lowest, whatever the interval, and never rotated."""
     losses = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 2.0, 12: 2.5, 14: 2.6}
-    monkeypatch.setattr(loop.Run, "validate", lambda self, stop: losses[self.progress.step])
+    monkeypatch.setattr(loop, "validate", lambda run, *_: (losses[run.progress.step], []))
     options = {"eval_interval": 2, "save_interval": 3, "keep_checkpoints": 1, "keep_best": True}
     folder = train(make_recipe(max_steps=8, **options))
     assert names(folder) == ["step-00000004", "step-00000008"]
@@ -224,17 +224,17 @@ KEEP_BEST = {"keep_checkpoints": 1, "keep_best": True, "max_steps": 12}
 def cut_short(make_recipe, monkeypatch, ctrl_c):
     """A function that trains until a signal in the validation of step 3, and returns that step's checkpoint;
     from then on validations give `LOSSES`."""
-    validate = loop.Run.validate
+    validate = loop.validate
 
-    def interrupted(self, stop):
+    def interrupted(*args):
         os.kill(os.getpid(), signal.SIGINT)
-        return validate(self, stop)
+        return validate(*args)
 
     def start(**options):
-        monkeypatch.setattr(loop.Run, "validate", interrupted)
+        monkeypatch.setattr(loop, "validate", interrupted)
         with pytest.raises(KeyboardInterrupt, match="saved at step 3"):
             train(make_recipe(**KEEP_BEST | options))
-        monkeypatch.setattr(loop.Run, "validate", lambda self, stop: LOSSES[self.progress.step])
+        monkeypatch.setattr(loop, "validate", lambda run, *_: (LOSSES[run.progress.step], []))
         (path,) = valid_checkpoints(make_recipe().run_folder)
         assert read_manifest(path)["val_loss"] is None
         return path
