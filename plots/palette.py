@@ -20,6 +20,7 @@ COLOURS = {
     "gla": "#009E73",  # bluish green
     "identity": "#56B4E9",  # sky blue
     "identity-dense": "#2A6F97",
+    "spec-dec-la": "#B2DF8A",  # light green
 }
 SPARE_COLOURS = (
     "#882255", "#E69F00", "#8C510A", "#5E4FA2", "#1B7837", "#F0E442", "#666666", "#3690C0", "#F781BF",

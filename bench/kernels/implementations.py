@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, scaled_dot_product_attention
+from torch.nn.functional import conv2d, normalize, pad, scaled_dot_product_attention
 
 from lingpt.bench.kernels import forms, inputs, oracles
 from lingpt.bench.kernels.inputs import Inputs
@@ -30,6 +30,7 @@ from lingpt.kernels.linear_attention import linear_attention, linear_attention_q
 from lingpt.kernels.numerics import B_SHRINK, state_dtype
 
 BF16 = torch.bfloat16
+GROUP = 64  # tokens, of Spec. Dec. LA
 CHUNKS = (64, 128, 256, 512, 1024, 2048)  # tokens, of the chunked form
 
 MakeInputs = Callable[[Shape, torch.dtype, torch.device], Inputs]
@@ -157,6 +158,26 @@ def _cumsum(x: Inputs) -> Tensor:
     return (u / g).to(x["q"].dtype)
 
 
+def _speculative(x: Inputs) -> Tensor:
+    """Spec. Dec. LA in plain PyTorch: linear attention by groups, and a masked depthwise convolution of v.
+
+    You et al., "When Linear Attention Meets Autoregressive Decoding" (ICML 2024, arXiv 2406.07368): their
+    augmented attention, with f(x) = x of q̂·k̂ within groups as between them (their code has relu² within),
+    and of the convolution's 63 tokens only the 32 that the causal mask leaves.
+    """
+    q, k, v = normalize(x["q"], dim=-1), normalize(x["k"], dim=-1), x["v"]
+    (_, N, H, _), T = v.shape, x["kernel"].shape[1]
+    rest = (0, 0, 0, 0, 0, -N % GROUP)
+    o = forms.chunked({n: pad(t, rest) for n, t in zip("qkv", (q, k, v), strict=True)}, GROUP)[:, :N]
+    kernels = x["kernel"].transpose(1, 2)[:, :, None, :, None]  # [B, H, 1, T, 1]
+    # by sequence: PyTorch's depthwise convolution takes at most 2³¹ numbers
+    local = [
+        conv2d(image, kernel, padding=(T - 1, 0), groups=H)[:, :N]
+        for image, kernel in zip(v.transpose(1, 2), kernels, strict=True)
+    ]
+    return o + torch.stack(local).transpose(1, 2)
+
+
 def _fla(function: str, names: str = "q k v", **options: Any) -> Attention:
     """A function of `fla.ops`, such as `gla.chunk_gla`, of the inputs with these names."""
     module, _, name = function.partition(".")
@@ -227,6 +248,8 @@ _KERNELS = (
     Implementation("ours-chunkwise", "ours, chunkwise PyTorch", inputs.random, _ours("chunkwise"),
                    _ours("chunkwise"), colour_of="ours"),
     Implementation("torch-cumsum", "PyTorch, cumulative sums", inputs.random, _cumsum, _ours("chunkwise")),
+    Implementation("spec-dec-la", "PyTorch, Spec. Dec. LA", inputs.augmented, _speculative,
+                   oracles.augmented),
     Implementation("fla-linear", "FLA linear", inputs.random,
                    _fla("linear_attn.chunk_linear_attn", scale=1.0, normalize=False),
                    oracles.linear, _FLA, autotunes=True),

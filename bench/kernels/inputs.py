@@ -42,6 +42,15 @@ def packed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
     return {"qkv": qkv.requires_grad_(), "cos": angle.cos(), "sin": angle.sin()}
 
 
+def augmented(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """A convolution of 32 tokens for each head, [B, 32, H], the last weight for the token itself.
+
+    It is copied for each sequence, so that a slice of the batch has its own gradient to check.
+    """
+    kernel = _per_token(Shape(1, 32, shape.H, shape.D), device).to(dtype).repeat(shape.B, 1, 1)
+    return random(shape, dtype, device) | {"kernel": kernel.requires_grad_()}
+
+
 # Decays per head
 
 

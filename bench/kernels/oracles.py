@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, normalize, pad
 
 from lingpt.bench.kernels.inputs import Inputs
 from lingpt.kernels.gated_linear_attention import gated_linear_attention
@@ -21,6 +21,15 @@ def linear(x: Inputs) -> Tensor:
 
 def normalised(x: Inputs) -> Tensor:
     return linear(x) / (x["q"] * x["k"].cumsum(1)).sum(-1, keepdim=True)
+
+
+def augmented(x: Inputs) -> Tensor:
+    """Spec. Dec. LA: o_i = Σ_{j≤i} (q̂_i·k̂_j) v_j + Σ_{t<T} w_t v_{i−t}, w_t = kernel_{T−1−t} of the head."""
+    v, w = x["v"], x["kernel"].flip(1).unsqueeze(-1)  # [B, T, H, 1]
+    o = linear(x | {n: normalize(x[n], dim=-1) for n in "qk"})
+    for t in range(min(w.shape[1], v.shape[1])):
+        o = o + pad(w[:, t, None] * v[:, : v.shape[1] - t], (0, 0, 0, 0, t, 0))
+    return o
 
 
 def mamba2(x: Inputs) -> Tensor:
