@@ -475,16 +475,22 @@ def test_an_attention_has_one_colour() -> None:
 
 
 def test_bytes_are_summed_over_kernels() -> None:
-    """Guards: the profiler's table is found below its chatter, and both directions of DRAM count."""
+    """Guards: the profiler's table is found below its chatter, both directions of DRAM count, each range is
+    its implementation's, and one that ended early has none."""
     output = (
-        "==PROF== Connected to process 7\n==PROF== Disconnected\n"
+        "==PROF== Connected to process 7\nrange: ours forward\nrange: ours backward\n==PROF== Disconnected\n"
         '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
-        '"0","scan","dram__bytes_read.sum","byte","402,653,184"\n'
-        '"0","scan","dram__bytes_write.sum","byte","134217728"\n'
-        '"1","other","dram__bytes_read.sum","byte","16"\n"1","other","sm__cycles.sum","cycle","99"\n'
+        '"0","spin_kernel(long)","dram__bytes_read.sum","byte","7"\n'
+        '"0","spin_kernel(long)","dram__bytes_write.sum","byte","7"\n'
+        '"1","scan","dram__bytes_read.sum","byte","402,653,184"\n'
+        '"1","scan","dram__bytes_write.sum","byte","134217728"\n'
+        '"2","other","dram__bytes_read.sum","byte","16"\n"2","other","sm__cycles.sum","cycle","99"\n'
+        '"3","spin_kernel(long)","dram__bytes_read.sum","byte","7"\n'
     )
-    assert parse_counts(output) == 402653184 + 134217728 + 16
-    assert parse_counts("==ERROR== no permission\n") == 0
+    assert parse_counts(output) == {"ours": {"forward": 402653184 + 134217728 + 16}}
+    backward = '"4","scan","dram__bytes_read.sum","byte","5"\n'
+    assert parse_counts(output + backward)["ours"]["backward"] == 5
+    assert parse_counts("==ERROR== no permission\n") == {}
 
 
 def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
