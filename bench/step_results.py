@@ -1,12 +1,16 @@
-"""The results of `lingpt bench train`: a JSON file, a table, and a figure over the sequence length."""
+"""The results of `lingpt bench train`: a JSON file, a table, and figures over the sequence length."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
 from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats, style_axes
 from lingpt.plots.palette import line_styles
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 IDENTITY, DENSE_IDENTITY, FLASH = "identity", "identity-dense", "softmax-flash"
 IDENTITIES = (IDENTITY, DENSE_IDENTITY)
@@ -75,22 +79,54 @@ class Results(BenchResults[Row]):
         return head + markdown(COLUMNS, [_cells(row, self) for row in _sorted(self)])
 
     def draw(self, folder: Path) -> list[Path]:
-        """The speed-up over FlashAttention-2 against N, one panel per model with several lengths."""
-        panels = {model: lines for model in _models(self) if (lines := _speed_ups(self, model))}
-        if not panels:
-            return []
-        figure = new_figure(6.4 * len(panels), 4.6, dpi=130)
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for panel, (model, lines) in zip(axes, panels.items(), strict=True):
-            _draw_model(panel, model, lines)
-        axes[0].set_ylabel("a training step, × as fast as by FlashAttention-2")
-        legend_beside(figure, *axes[0].get_legend_handles_labels())
-        batches = " and ".join(
-            f"{tokens:,}" for tokens in sorted({row.tokens for row in self.rows if row.ms})
-        )
-        note = f" {note}." if (note := _recomputed_lengths(self)) else ""
-        add_caption(figure, f"{batches} tokens a step.{note}\n{made_on(self.environment)}.")
-        return save_formats(figure, folder, "speed-up")
+        """Draws the figures `speed-up` and `throughput`, with the models that have several lengths."""
+        figures = {"speed-up": _speed_up(self), "throughput": _throughput(self)}
+        drawn = [save_formats(figure, folder, name) for name, figure in figures.items() if figure is not None]
+        return [path for paths in drawn for path in paths]
+
+
+def _speed_up(results: Results) -> "Figure | None":
+    """The speed-up over FlashAttention-2 against N, a panel for each model."""
+
+    def ratio(row: Row) -> float | None:
+        return results.times_faster(row, FLASH)
+
+    panels = {model: lines for model in _models(results) if (lines := _over_lengths(results, model, ratio))}
+    if not panels:
+        return None
+    figure = new_figure(6.4 * len(panels), 4.6, dpi=130)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for panel, (model, lines) in zip(axes, panels.items(), strict=True):
+        _draw_lines(panel, lines)
+        panel.set(yscale="log", title=model, xlabel="N (tokens of a sequence)")
+        low, high = panel.get_ylim()
+        marks = [y for y in (0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30) if low <= y <= high]
+        panel.set_yticks(marks, [f"{y:g}×" for y in marks])
+        panel.minorticks_off()
+    axes[0].set_ylabel("a training step, × as fast as by FlashAttention-2")
+    return _with_legend(results, figure, axes[0])
+
+
+def _throughput(results: Results) -> "Figure | None":
+    """Tokens a second and memory over N and micro-batch, a row of panels for each model: GLA's figure 6."""
+    fields: dict[str, Callable[[Row], float | None]] = {
+        "throughput (k tokens/s)": lambda row: row.tokens_per_second and row.tokens_per_second / 1e3,
+        "peak memory (GB)": lambda row: row.peak_memory and row.peak_memory / 1e9,
+    }
+    models = [m for m in _models(results) if all(_over_lengths(results, m, f) for f in fields.values())]
+    if not models:
+        return None
+    figure = new_figure(12, 4 * len(models) + 0.6, dpi=130)
+    axes = figure.subplots(len(models), len(fields), squeeze=False)
+    for panels, model in zip(axes, models, strict=True):
+        sizes = {row.seq_len: row.micro_batch_size for row in _sorted(results) if row.model == model}
+        for panel, (label, value) in zip(panels, fields.items(), strict=True):
+            _draw_lines(panel, _over_lengths(results, model, value))
+            panel.set_xticks(list(sizes), [f"{in_k(n)}×{size}" for n, size in sizes.items()])
+            panel.minorticks_off()
+            panel.set(title=model, xlabel="N × micro-batch", ylabel=label)
+            panel.set_ylim(bottom=0)
+    return _with_legend(results, figure, axes[0, 0])
 
 
 def _sorted(results: Results) -> list[Row]:
@@ -121,19 +157,25 @@ def _cells(row: Row, results: Results) -> list[str]:
     ]
 
 
-def _draw_model(panel: Any, model: str, lines: dict[str, list[tuple[int, float]]]) -> None:
+def _draw_lines(panel: Any, lines: dict[str, list[tuple[int, float]]]) -> None:
+    """A line for each attention over the lengths, on a logarithmic axis."""
     for (name, points), style in zip(lines.items(), line_styles(list(lines)), strict=True):
         x, y = zip(*points, strict=True)
         width = 2.5 if name.startswith("ours") else 1.3
         panel.plot(x, y, label=name, linewidth=width, markersize=4, **style)
     ticks = sorted({n for points in lines.values() for n, _ in points})
-    panel.set(xscale="log", yscale="log", title=model, xlabel="N (tokens of a sequence)")
+    panel.set_xscale("log")
     panel.set_xticks(ticks, list(map(in_k, ticks)))
-    low, high = panel.get_ylim()
-    marks = [y for y in (0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30) if low <= y <= high]
-    panel.set_yticks(marks, [f"{y:g}×" for y in marks])
-    panel.minorticks_off()
     style_axes(panel)
+
+
+def _with_legend(results: Results, figure: "Figure", panel: Any) -> "Figure":
+    """The figure with the panel's legend and a caption."""
+    legend_beside(figure, *panel.get_legend_handles_labels())
+    batches = " and ".join(f"{tokens:,}" for tokens in sorted({row.tokens for row in results.rows if row.ms}))
+    note = f" {note}." if (note := _recomputed_lengths(results)) else ""
+    add_caption(figure, f"{batches} tokens a step.{note}\n{made_on(results.environment)}.")
+    return figure
 
 
 def _recomputed_lengths(results: Results) -> str:
@@ -147,10 +189,12 @@ def _models(results: Results) -> list[str]:
     return list(dict.fromkeys(row.model for row in results.rows))
 
 
-def _speed_ups(results: Results, model: str) -> dict[str, list[tuple[int, float]]]:
-    """Attention → [(N, speed-up over FlashAttention-2)]; empty unless one has two lengths or more."""
+def _over_lengths(
+    results: Results, model: str, value: Callable[[Row], float | None]
+) -> dict[str, list[tuple[int, float]]]:
+    """Attention → [(N, value)]; empty unless one has two lengths or more."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in _sorted(results):
-        if row.model == model and (ratio := results.times_faster(row, FLASH)):
-            lines.setdefault(row.attention, []).append((row.seq_len, ratio))
+        if row.model == model and (found := value(row)):
+            lines.setdefault(row.attention, []).append((row.seq_len, found))
     return lines if any(len(points) > 1 for points in lines.values()) else {}

@@ -35,7 +35,8 @@ class Options(RowOptions):
     """Measure linear attention against the baselines: time, memory, correctness, plots."""
 
     # fmt: off
-    only: Annotated[tuple[str, ...], Option("training, sweep-n, sweep-d (default: all)")] = ()
+    only: Annotated[tuple[str, ...], Option(
+        "training, sweep-n, sweep-d, table-1, batch-32 (default: all)")] = ()
     implementations: Annotated[tuple[str, ...], Option(
         "implementations to measure, ours and the baselines (default: all; an unknown name lists them)")] = ()
     quick: Annotated[bool, Option("measure fewer shapes")] = False
@@ -83,13 +84,14 @@ def _measure(options: Options) -> "Results | None":
 
     from lingpt.bench.kernels.implementations import DEFAULT_IMPLEMENTATIONS, KERNELS
     from lingpt.bench.kernels.runner import run_bench
-    from lingpt.bench.kernels.shapes import Shape
+    from lingpt.bench.kernels.shapes import QUICK, SWEEPS, Shape
     from lingpt.bench.kernels.traffic import count_bytes
     from lingpt.bench.kernels.warm import warm_up
 
     cpu, path = options.device == "cpu", Path(options.out) / "results.json"
     if not cpu and options.warm != "skip":
-        for cell, error in warm_up(options.implementations, options.only, options.dtype).items():
+        sweeps = QUICK if options.quick else SWEEPS
+        for cell, error in warm_up(options.implementations, options.only, options.dtype, sweeps).items():
             print(f"not compiled: {cell}: {error}")
     if options.warm == "only":
         return None

@@ -229,14 +229,19 @@ _KERNELS = (
                    variant_of="ours"),
     Implementation("ours-gated", "ours, a decay of each token's own", inputs.token_decayed, _ours("cuda"),
                    _ours("chunkwise"), _GPU, ours=True,
-                   training_only=True,
                    variant_of="ours"),
-    Implementation("ours-unnormalised", "the same, no normaliser (a = 0)", inputs.token_decayed,
-                   _ours("cuda", **PRODUCTS), oracles.linear,
-                   _GPU, ours=True, training_only=True,
+    Implementation("ours-linear", "ours, no decay, no normaliser (a = 0)", inputs.random,
+                   _ours("cuda", **PRODUCTS), oracles.linear, _GPU, ours=True,
+                   variant_of="ours", colour_of="ours"),
+    Implementation("ours-lightning", "ours, a decay per head, no normaliser (a = 0)", inputs.lightning,
+                   _ours("cuda", **PRODUCTS), oracles.linear, _GPU, ours=True,
+                   variant_of="ours", colour_of="ours-decay"),
+    Implementation("ours-unnormalised", "ours, a decay per token, no normaliser (a = 0)",
+                   inputs.token_decayed, _ours("cuda", **PRODUCTS), oracles.linear,
+                   _GPU, ours=True,
                    variant_of="ours",
                    colour_of="ours-gated"),
-    Implementation("ours-affine", "the same, no normaliser (a = b = 1)", inputs.token_decayed,
+    Implementation("ours-affine", "ours, a decay per token, no normaliser (a = b = 1)", inputs.token_decayed,
                    _ours("cuda", **AFFINE), _ours("chunkwise", **AFFINE),
                    _GPU, ours=True, training_only=True,
                    variant_of="ours",
@@ -266,14 +271,13 @@ _KERNELS = (
                    oracles.gated, _FLA, autotunes=True, min_traffic=(5, 10), colour_of="gla"),
     Implementation("fla-simple-gla", "FLA simple GLA", inputs.token_decayed,
                    _fla("simple_gla.chunk_simple_gla", "q k v log_decay", scale=1.0),
-                   oracles.linear, _FLA, (_sound_scalar_gates,), autotunes=True, training_only=True),
+                   oracles.linear, _FLA, (_sound_scalar_gates,), autotunes=True),
     Implementation("fla-delta-rule", "FLA Gated DeltaNet", inputs.delta_rule,
                    _fla("gated_delta_rule.chunk_gated_delta_rule", "q k v log_decay beta"),
-                   oracles.delta_rule, _FLA, (_sound_scalar_gates,), autotunes=True, training_only=True),
+                   oracles.delta_rule, _FLA, (_sound_scalar_gates,), autotunes=True),
     Implementation("mamba2", "Mamba-2's SSD", inputs.mamba2, _mamba2, oracles.mamba2, _MAMBA,
-                   autotunes=True, training_only=True),
-    Implementation("mlstm", "mLSTM, sigmoid input gates", inputs.mlstm, _mlstm, oracles.mlstm, _MLSTM,
-                   training_only=True),
+                   autotunes=True),
+    Implementation("mlstm", "mLSTM, sigmoid input gates", inputs.mlstm, _mlstm, oracles.mlstm, _MLSTM),
     Implementation("sdpa-flash", "FlashAttention-2 (SDPA)", inputs.random, _sdpa("FLASH_ATTENTION"),
                    oracles.softmax, _GPU, quadratic=True, colour_of="softmax"),
     Implementation("sdpa-cudnn", "cuDNN attention (SDPA)", inputs.random, _sdpa("CUDNN_ATTENTION"),
@@ -297,7 +301,14 @@ _FORMS = (
 )  # fmt: skip
 
 IMPLEMENTATIONS = {implementation.name: implementation for implementation in (*_KERNELS, *_FORMS)}
-# What `lingpt bench` measures, the slow ones in PyTorch only if they are named; and `lingpt bench forms`.
+# What `lingpt bench` measures, our chunkwise form only if it is named; and `lingpt bench forms`.
 KERNELS = tuple(implementation.name for implementation in _KERNELS)
-DEFAULT_IMPLEMENTATIONS = tuple(name for name in KERNELS if name not in ("sdpa-math", "ours-chunkwise"))
+DEFAULT_IMPLEMENTATIONS = tuple(name for name in KERNELS if name != "ours-chunkwise")
+# By class of decay: ours, and the kernels of others that compute such a form; none has a normaliser.
+DECAYS = {
+    "no decay": ("ours-linear", "fla-linear", "fla-fused-linear"),
+    "a decay per head": ("ours-lightning", "fla-lightning"),
+    "a decay per token": ("ours-unnormalised", "fla-simple-gla", "mamba2", "mlstm"),
+    "a decay per channel": ("ours-gla", "fla-gla"),
+}
 FORMS = ("sdpa-flash", "ours", *(implementation.name for implementation in _FORMS))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from lingpt.bench.clock import Clock
-from lingpt.bench.kernels.implementations import CHUNKS, FORMS, IMPLEMENTATIONS
-from lingpt.bench.kernels.shapes import REFERENCE, Shape
+from lingpt.bench.kernels.implementations import CHUNKS, DECAYS, FORMS, IMPLEMENTATIONS
+from lingpt.bench.kernels.shapes import REFERENCE, TABLE_1, Shape
 from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
-from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats, style_axes
 from lingpt.plots.palette import colours
 
 if TYPE_CHECKING:
@@ -25,15 +25,17 @@ COLUMNS = (
     "error",
 )  # fmt: skip
 MARKERS = "os^vDPX*<>hp"
-PANELS = (
-    ("forward_ms", "forward", "time (ms)"),
-    ("backward_ms", "backward", "time (ms)"),
-    ("both_memory", "peak memory, forward + backward", "memory beyond the inputs (GB)"),
-)
-TRAFFIC = {"forward_ms": 4, "backward_ms": 8}  # the least, in tensors of U bytes
+LABELS = {
+    "forward_ms": "forward: time (ms)",
+    "forward_memory": "forward: memory beyond the inputs (GB)",
+    "backward_ms": "backward: time (ms)",
+    "both_memory": "both passes: memory beyond the inputs (GB)",
+}
+TRAFFIC = {"forward_ms": 0, "backward_ms": 1}  # the index in an implementation's `min_traffic`
 AXES = {"N": "N (tokens of a sequence)", "D": "D (width of a head)"}
 COLOUR_NAMES = {name: i.colour_of or name for name, i in IMPLEMENTATIONS.items()}
 COLOURS = colours(COLOUR_NAMES.values())
+Panel = tuple[list["Row"], str, str, str]  # the rows of a sweep, its axis, a title, the field that is drawn
 
 
 @dataclass
@@ -126,7 +128,19 @@ class Results(BenchResults[Row]):
         lines = [self._cells(row) for row in self.rows if row.implementation in ran]
         absent = {row.implementation: row.failure for row in self.rows if row.implementation not in ran}
         below = "".join(f"\n- {name}: {reason}" for name, reason in absent.items())
-        return head + markdown(COLUMNS, lines) + (f"{below}\n" if below else "")
+        return head + markdown(COLUMNS, lines) + (f"{below}\n" if below else "") + self._table_1()
+
+    def _table_1(self) -> str:
+        """The paper's table 1: forward passes of the rows at its shape; empty without any."""
+        lines = []
+        for row in (row for row in self.rows if row.shape == TABLE_1 and row.status != "skipped"):
+            inputs = IMPLEMENTATIONS[row.implementation].min_traffic[0] - 1
+            memory = None if row.forward_memory is None else inputs + row.forward_memory
+            cells = [number(row.forward_ms, ".3f"), number(memory and memory * row.unit_bytes / 1e9, ".2f")]
+            measured = row.is_correct("forward_ms")
+            lines.append([IMPLEMENTATIONS[row.implementation].title, *(cells if measured else [row.failure])])
+        head = f"\n## The paper's table 1\n\nForward at {TABLE_1}; the memory has the inputs in it.\n\n"
+        return head + markdown(("implementation", "ms", "GB"), lines) if lines else ""
 
     def _cells(self, row: Row) -> list[str]:
         cells = [str(row.shape), row.implementation]
@@ -155,14 +169,17 @@ class Results(BenchResults[Row]):
         ]
 
     def draw(self, folder: Path) -> list[Path]:
-        """Draws the figures `sweep-n`, `sweep-d`, `traffic`, `bytes` and `forms`, as far as measured."""
+        """Draws the figures, as far as they were measured."""
         estimated = "time × copy bandwidth / least possible bytes (an upper bound)"
         counted = "bytes to and from DRAM, counted by the GPU / least possible"
         figures = {
-            "sweep-n": _sweep(self, "N", {"H": 16, "D": 128}),
-            "sweep-d": _sweep(self, "D", {"H": 16, "N": 4096}),
+            "forward": _sweeps(self, "forward_ms", "forward_memory"),
+            "backward": _sweeps(self, "backward_ms", "both_memory"),
+            "decays": _decays(self),
+            "batch-32": _batch_32(self),
             "traffic": _traffic(self, _bytes_in_the_time(self), estimated),
             "bytes": _traffic(self, self.bytes_moved, counted),
+            "movement": _movement(self),
             "forms": _forms(self),
         }
         drawn = [save_formats(figure, folder, name) for name, figure in figures.items() if figure is not None]
@@ -191,33 +208,71 @@ def style(name: str) -> dict[str, Any]:
     }
 
 
-def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
-    """Three panels, a line per implementation. Only correct results are drawn; the caption lists the rest."""
-    batches = [row.shape.B for row in results.rows if _matches(row.shape, fixed)]
-    fixed = {"B": max(batches, default=0)} | fixed
-    swept = [name for name, implementation in IMPLEMENTATIONS.items() if not implementation.training_only]
-    rows = [row for row in results.rows if row.implementation in swept and _matches(row.shape, fixed)]
+def _swept(results: Results, axis: str, names: Collection[str], **fixed: int) -> list[Row]:
+    """The rows of a sweep over `axis`, in order; none if it has fewer than two points."""
+    rows = [row for row in results.rows if row.implementation in names and _matches(row.shape, fixed)]
+    rows = [row for row in rows if row.shape != TABLE_1]
     rows.sort(key=lambda row: getattr(row.shape, axis))
-    if len({getattr(row.shape, axis) for row in rows if row.status == "ok"}) < 2:
+    return rows if len({getattr(row.shape, axis) for row in rows if row.status == "ok"}) > 1 else []
+
+
+def _sweeps(results: Results, *fields: str) -> Figure | None:
+    """The fields over N, and below over D, with a line per implementation. Of variants in the colour of
+    another, `_decays` has the lines."""
+    names = {
+        name for name, i in IMPLEMENTATIONS.items()
+        if not i.training_only and not (i.variant_of and i.colour_of)
+    }  # fmt: skip
+    over_n = _swept(results, "N", names, B=4, H=16, D=128), "N", "B=4 H=16 D=128"
+    over_d = _swept(results, "D", names, B=4, H=16, N=4096), "D", "B=4 N=4096 H=16"
+    return _grid(results, [[(*sweep, field) for field in fields] for sweep in (over_n, over_d) if sweep[0]])
+
+
+def _decays(results: Results) -> Figure | None:
+    """Forward, backward and memory over N, a column for each class of decay."""
+    columns = [
+        (rows, "N", f"{decay}: B=4 H=16 D=128")
+        for decay, names in DECAYS.items()
+        if (rows := _swept(results, "N", names, B=4, H=16, D=128))
+    ]
+    fields = ("forward_ms", "backward_ms", "both_memory") if columns else ()
+    return _grid(results, [[(*column, field) for column in columns] for field in fields])
+
+
+def _batch_32(results: Results) -> Figure | None:
+    rows = _swept(results, "N", IMPLEMENTATIONS, B=32, H=16, D=64)
+    fields = (("forward_ms", "forward_memory"), ("backward_ms", "both_memory")) if rows else ()
+    return _grid(results, [[(rows, "N", "B=32 H=16 D=64", field) for field in pair] for pair in fields])
+
+
+def _grid(results: Results, grid: list[list[Panel]]) -> Figure | None:
+    """A panel for each sweep and field, a line per implementation. Only correct results are drawn."""
+    if not grid:
         return None
-    figure, panels = _figure(len(PANELS), width=5.2)
-    values = sorted({getattr(row.shape, axis) for row in rows})
-    for panel, (name, title, label) in zip(panels, PANELS, strict=True):
-        for implementation in dict.fromkeys(row.implementation for row in rows):
+    figure = new_figure(4.4 * len(grid[0]) + 3, 3.9 * len(grid) + 0.7, dpi=130)
+    axes = figure.subplots(len(grid), len(grid[0]), squeeze=False)
+    legend: dict[str, Any] = {}
+    panels = [panel for row in grid for panel in row]
+    for panel, (rows, axis, title, name) in zip(axes.flat, panels, strict=True):
+        for implementation in (i for i in IMPLEMENTATIONS if any(row.implementation == i for row in rows)):
             own = [row for row in rows if row.implementation == implementation and row.is_correct(name)]
+            x, y = [getattr(row.shape, axis) for row in own], [_value(row, name) for row in own]
+            (line,) = panel.plot(x, y, **style(implementation))
             if own:
-                x, y = [getattr(row.shape, axis) for row in own], [_value(row, name) for row in own]
-                panel.plot(x, y, label=IMPLEMENTATIONS[implementation].title, **style(implementation))
-        if units := TRAFFIC.get(name):
+                legend.setdefault(IMPLEMENTATIONS[implementation].title, line)
+        if name in TRAFFIC:
+            units = min(IMPLEMENTATIONS[row.implementation].min_traffic[TRAFFIC[name]] for row in rows)
             shapes = {getattr(row.shape, axis): row.shape for row in rows}
             bounds = [results.lower_bound_ms(shape, units) for shape in shapes.values()]
-            panel.plot(list(shapes), bounds, ":", color="grey", label="least traffic at the copy bandwidth")
-        _log_axes(panel, values, title=title, xlabel=AXES[axis], ylabel=label)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
-    where = " ".join(f"{name}={value}" for name, value in fixed.items())
-    figure.suptitle(f"{where}, {rows[0].dtype}, {results.environment['card']}", fontsize=11)
-    if any(row.status != "ok" for row in rows):
+            (least,) = panel.plot(list(shapes), bounds, ":", color="grey")
+        _log_axes(
+            panel, sorted({getattr(row.shape, axis) for row in rows}),
+            title=title, xlabel=AXES[axis], ylabel=LABELS[name],
+        )  # fmt: skip
+        panel.title.set_fontsize(10)
+    legend_beside(figure, [*legend.values(), least], [*legend, "least traffic at the copy bandwidth"])
+    figure.suptitle(f"{panels[0][0][0].dtype}, {results.environment['card']}", fontsize=11)
+    if any(row.status != "ok" for rows, *_ in panels for row in rows):
         add_caption(
             figure, "A point is missing where an implementation failed or was left out: the table says why."
         )
@@ -227,6 +282,8 @@ def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
 def _forms(results: Results) -> Figure | None:
     """Time over N of each form, of the chunked one with its best chunk; and that chunk over N."""
     chunked = {f"form-chunks-{chunk}": chunk for chunk in CHUNKS}
+    if not any(row.implementation == FORMS[-1] for row in results.rows):
+        return None
     shapes = sorted({row.shape for row in results.rows if row.implementation in chunked}, key=lambda s: s.N)
 
     def timed(shape: Shape, names: Iterable[str]) -> list[tuple[float, str]]:
@@ -285,25 +342,51 @@ def _bytes_in_the_time(results: Results) -> dict[str, dict[str, float]]:
 
 def _traffic(results: Results, moved: dict[str, dict[str, float]], label: str) -> Figure | None:
     """Bytes moved relative to the minimum that an implementation's operator must move, at REFERENCE."""
-    rows = [
-        row for name in IMPLEMENTATIONS if name in moved and (row := results.correct_row(name, REFERENCE))
-    ]
-    if not rows:
+    panels: dict[str, dict[str, float]] = {}
+    for index, direction in enumerate(DIRECTIONS):
+        panels[direction] = {
+            name: moved[name][direction] / (IMPLEMENTATIONS[name].min_traffic[index] * row.unit_bytes)
+            for name in IMPLEMENTATIONS
+            if direction in moved.get(name, ())
+            if (row := results.correct_row(name, REFERENCE, f"{direction}_ms"))
+        }
+    return _bars(results, panels, label, "%.2f×", least=1)
+
+
+def _movement(results: Results) -> Figure | None:
+    """The time of moving the counted bytes at the speed of a copy, forward at REFERENCE: its share of the run
+    time, and itself."""
+    rows = {
+        name: row
+        for name in results.bytes_moved
+        if (row := results.correct_row(name, REFERENCE, "forward_ms")) and row.forward_ms
+    }
+    ms = {name: results.bytes_moved[name]["forward"] / results.copy_bandwidth * 1e3 for name in rows}
+    share = {name: ms[name] / (row.forward_ms or 0) for name, row in rows.items()}
+    label = "time of moving the bytes that the GPU counted at the speed of a copy, forward"
+    return _bars(results, {"share of the run time": share, "ms": ms}, label, "%.2f")
+
+
+def _bars(
+    results: Results, panels: dict[str, dict[str, float]], label: str, format: str, least: float | None = None
+) -> Figure | None:
+    """A panel for each title, with a bar for each implementation; a line at the `least` possible value."""
+    if not any(panels.values()):
         return None
-    figure, panels = _figure(len(DIRECTIONS), width=5.5, height=0.4 * len(rows) + 1.6)
-    for index, (panel, direction) in enumerate(zip(panels, DIRECTIONS, strict=True)):
-        ratios = {}
-        for row in rows:
-            least = IMPLEMENTATIONS[row.implementation].min_traffic[index] * row.unit_bytes
-            ratios[row.implementation] = moved[row.implementation][direction] / least
-        names = sorted(ratios, key=lambda name: ratios[name], reverse=True)
+    bars_in_panel = max(map(len, panels.values()))
+    figure, axes = _figure(len(panels), width=5.5, height=0.4 * bars_in_panel + 1.6)
+    for panel, (title, values) in zip(axes, panels.items(), strict=True):
+        names = sorted(values, key=lambda name: values[name], reverse=True)
         titles = [IMPLEMENTATIONS[name].title for name in names]
-        bars = panel.barh(titles, [ratios[n] for n in names], color=[style(n)["color"] for n in names])
-        panel.bar_label(bars, fmt="%.2f×", padding=3, fontsize=8)
-        panel.axvline(1, color="grey", linestyle=":")
-        panel.set(title=direction, xlim=(0, 1.2 * max(ratios.values())))
+        colors = [style(name)["color"] for name in names]
+        bars = panel.barh(titles, [values[name] for name in names], color=colors)
+        panel.bar_label(bars, fmt=format, padding=3, fontsize=8)
+        if least is not None:
+            panel.axvline(least, color="grey", linestyle=":")
+        panel.set(title=title, xlim=(0, 1.2 * max(values.values(), default=1)))
     figure.supxlabel(label, fontsize=9)
-    figure.suptitle(f"{REFERENCE}, {rows[0].dtype}, {results.environment['card']}", fontsize=11)
+    precision = results.environment.get("precision", "bfloat16")
+    figure.suptitle(f"{REFERENCE}, {precision}, {results.environment['card']}", fontsize=11)
     return figure
 
 

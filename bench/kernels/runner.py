@@ -51,8 +51,9 @@ def run_bench(
 
     device = _usable_device(device)
     sweeps = sweeps or (QUICK if quick else SWEEPS)
+    only = list(only)
     selected, shapes = choose_implementations(implementations), choose_shapes(only, sweeps)
-    training = set(sweeps.get("training", ()))
+    training = set(sweeps.get("training", ())) if not only or "training" in only else set()
     warn_if_shared(device)
     name = str(dtype).removeprefix("torch.")
     results = Results.begin(device, name, save_to, append)

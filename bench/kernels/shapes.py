@@ -22,19 +22,24 @@ class Shape(NamedTuple):
 
 
 REFERENCE = Shape(4, 8192, 16, 128)  # the shape of the figures of traffic
+TABLE_1 = Shape(4, 10_000, 16, 128)  # of the paper
 BATCH_1 = Shape(1, 8192, 16, 128)
 LONG = Shape(1, 32768, 16, 128), Shape(1, 131072, 16, 128)
 CUMSUM = Shape(1, 4096, 16, 128)  # the plain PyTorch form needs B·N·H·D² numbers
 
 SWEEPS: dict[str, tuple[Shape, ...]] = {
     "training": (REFERENCE, BATCH_1, *LONG, Shape(4, 8192, 12, 64), CUMSUM),
-    "sweep-n": tuple(Shape(4, N, 16, 128) for N in (1024, 4096, 16384, 65536, 131072, 300_000)),
+    "sweep-n": tuple(Shape(4, N, 16, 128) for N in (1024, 4096, 8192, 32768, 131072, 300_000)),
     "sweep-d": tuple(Shape(4, 4096, 16, D) for D in (32, 64, 128, 256)),
+    "table-1": (TABLE_1,),
+    "batch-32": tuple(Shape(32, N, 16, 64) for N in (1024, 2048, 4096, 8192, 16384)),  # GLA's figure 2
 }
 QUICK: dict[str, tuple[Shape, ...]] = {
     "training": (REFERENCE, BATCH_1),
-    "sweep-n": tuple(Shape(4, N, 16, 128) for N in (1024, 4096, 16384)),
+    "sweep-n": tuple(Shape(4, N, 16, 128) for N in (1024, 8192, 131072)),
     "sweep-d": tuple(Shape(4, 4096, 16, D) for D in (64, 128)),
+    "table-1": (TABLE_1,),
+    "batch-32": tuple(Shape(32, N, 16, 64) for N in (1024, 4096, 16384)),
 }
 # As many tokens of heads of GPT-2's size, in sequences of different lengths.
 FORM_SHAPES = tuple(Shape(65536 // N, N, 12, 64) for N in (512, 2048, 8192, 16384, 32768, 65536))

@@ -7,70 +7,88 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from lingpt.bench.kernels.call import BenchCall
 from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
-from lingpt.bench.kernels.results import DIRECTIONS
 from lingpt.bench.kernels.shapes import REFERENCE
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, first_line
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+MARKER, RANGE = "spin_kernel", "range: "  # the kernel, of torch.cuda._sleep, and the line that begin a range
 
 
 def count_bytes(names: Iterable[str]) -> dict[str, dict[str, float]]:
     """Implementation → "forward" or "backward" → bytes at REFERENCE, for those of `names` that run here.
 
-    UserError if `ncu` is missing or counts nothing.
+    All in one process: to start and to tune takes longer than to count. UserError if `ncu` is missing or
+    counts nothing.
     """
-    from tqdm import tqdm
-
     if shutil.which("ncu") is None:
         raise UserError(
             "counting bytes needs NVIDIA's profiler `ncu` on the PATH; without --ncu they are estimated"
         )
-    counted: dict[str, dict[str, float]] = {}
-    for name in tqdm(list(names), desc="count", unit="implementation", disable=None):
-        runs = IMPLEMENTATIONS[name]
-        if not (runs.unsupported_reason(REFERENCE) or runs.backward_unsupported_reason(REFERENCE)):
-            counted[name] = {direction: _profile(name, direction) for direction in DIRECTIONS}
-    return counted
-
-
-def _profile(name: str, direction: str) -> float:
-    call = f"run_once({name!r}, {direction!r})"
-    script = f"from lingpt.bench.kernels.traffic import run_once; {call}"
+    script = f"from lingpt.bench.kernels.traffic import run_all; run_all({list(names)!r})"
     # Caches are not flushed between kernels: data that one leaves in L2 for the next is not DRAM traffic.
     options = ["--csv", "--print-units", "base", "--cache-control", "none", "--profile-from-start", "off"]
     command = ["ncu", *options, "--metrics", ",".join(METRICS), sys.executable, "-c", script]
-    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONSAFEPATH": "1"})
-    total = parse_counts(ran.stdout)
-    if ran.returncode or not total:
-        last = (ran.stdout + ran.stderr).strip().splitlines()[-1:]
-        raise UserError(f"ncu counted nothing for {name} {direction}: {' '.join(last)}")
-    return total
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    counted = parse_counts(ran.stdout)
+    if not counted:
+        raise UserError(f"ncu counted nothing: {' '.join(ran.stdout.strip().splitlines()[-1:])}")
+    return counted
 
 
-def parse_counts(output: str) -> float:
-    """The sum over kernels of the metrics in the output of `ncu --csv`, whose table starts at its header."""
+def parse_counts(output: str) -> dict[str, dict[str, float]]:
+    """The metrics in the output of `ncu --csv`, whose table starts at its header, summed over the kernels of
+    each range."""
     lines = output.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    rows = csv.DictReader(lines[start:])
-    return sum(
-        float(row["Metric Value"].replace(",", "")) for row in rows if row.get("Metric Name") in METRICS
-    )
+    sums: list[float] = []
+    last = ""
+    for row in csv.DictReader(lines[start:]):
+        if MARKER in row["Kernel Name"]:
+            sums += [0.0] if row["ID"] != last else []
+            last = row["ID"]
+        elif row["Metric Name"] in METRICS and sums:
+            sums[-1] += float(row["Metric Value"].replace(",", ""))
+    ranges = [line.removeprefix(RANGE).split() for line in lines[:start] if line.startswith(RANGE)]
+    counted: dict[str, dict[str, float]] = {}
+    for (name, direction), total in zip(ranges, sums, strict=False):
+        if total:
+            counted.setdefault(name, {})[direction] = total
+    return counted
 
 
-def run_once(name: str, direction: str) -> None:
-    """Runs in the profiled process: all once, to compile and tune, then one direction with counters on."""
+def run_all(names: Iterable[str]) -> None:
+    """Runs in the profiled process: each implementation once, to compile and tune, then each direction with
+    counters on."""
+    for name in names:
+        try:
+            if reason := IMPLEMENTATIONS[name].unsupported_reason(REFERENCE):
+                raise UserError(reason)
+            _run_both_counted(name)
+        except Exception as error:  # the others are counted all the same
+            print(f"not counted: {name}: {first_line(error)}", file=sys.stderr)
+        torch.cuda.empty_cache()
+
+
+def _run_both_counted(name: str) -> None:
     call = BenchCall(IMPLEMENTATIONS[name], REFERENCE, torch.bfloat16, torch.device("cuda"))
     call.both()
-    call.forward()
+    _run_counted(name, "forward", call.forward)
+    if not call.backward_unsupported_reason:
+        _run_counted(name, "backward", call.backward)
+
+
+def _run_counted(name: str, direction: str, work: Callable[[], object]) -> None:
     torch.empty(256 << 20, dtype=torch.int8, device="cuda").zero_()  # flushes the inputs from L2
     torch.cuda.synchronize()
+    print(f"{RANGE}{name} {direction}", flush=True)
     torch.cuda.cudart().cudaProfilerStart()
-    call.forward() if direction == "forward" else call.backward()
+    torch.cuda._sleep(1)
+    work()
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStop()

@@ -25,16 +25,19 @@ WARM_N = 1024  # kernels depend on whether B is 1, on H and on D; not on N, as l
 
 
 def warm_up(
-    implementations: Iterable[str] = (), only: Iterable[str] = (), dtype: str = "bfloat16"
+    implementations: Iterable[str] = (),
+    only: Iterable[str] = (),
+    dtype: str = "bfloat16",
+    sweeps: dict[str, tuple[Shape, ...]] = SWEEPS,
 ) -> dict[str, str]:
-    """Runs every autotuning implementation once at each kind of shape of the sweeps named in `only` (default:
-    all); returns the errors by "implementation shape".
+    """Runs every autotuning implementation once at each kind of shape of the `sweeps` named in `only`
+    (default: all); returns the errors by "implementation shape".
 
     Raises UserError for a name that does not exist.
     """
     from tqdm import tqdm
 
-    chosen, shapes = choose_implementations(implementations), choose_shapes(only, SWEEPS)
+    chosen, shapes = choose_implementations(implementations), choose_shapes(only, sweeps)
     names = [i.name for i in chosen if i.autotunes and i.unsupported_reason() is None]
     kinds = sorted({Shape(min(s.B, 2), WARM_N, s.H, s.D) for s in shapes})
     cells = [(name, shape) for name in names for shape in kinds]

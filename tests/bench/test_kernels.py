@@ -16,11 +16,17 @@ import torch
 from lingpt.bench.clock import Clock
 from lingpt.bench.environment import warn_if_shared
 from lingpt.bench.kernels import forms, inputs, measure, oracles, runner
+from lingpt.bench.kernels import results as kernel_results
 from lingpt.bench.kernels.call import TAIL, BenchCall, Graphs, base_of, interleaved_ratios
-from lingpt.bench.kernels.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Implementation
+from lingpt.bench.kernels.implementations import (
+    DECAYS,
+    DEFAULT_IMPLEMENTATIONS,
+    IMPLEMENTATIONS,
+    Implementation,
+)
 from lingpt.bench.kernels.results import Results, Row, style
 from lingpt.bench.kernels.runner import run_bench
-from lingpt.bench.kernels.shapes import BATCH_1, CUMSUM, LONG, REFERENCE, SWEEPS, Shape
+from lingpt.bench.kernels.shapes import BATCH_1, CUMSUM, LONG, REFERENCE, SWEEPS, TABLE_1, Shape
 from lingpt.bench.kernels.traffic import parse_counts
 from lingpt.bench.kernels.warm import WARM_N, warm_up
 from lingpt.bench.results import Skipped
@@ -57,6 +63,7 @@ def test_names_of_implementations_and_sweeps() -> None:
     }
     assert wanted | {"sdpa-flash", "sdpa-cudnn"} <= set(DEFAULT_IMPLEMENTATIONS) <= set(IMPLEMENTATIONS)
     assert {REFERENCE, BATCH_1, CUMSUM} <= set(SWEEPS["training"])
+    assert {name for names in DECAYS.values() for name in names} <= set(DEFAULT_IMPLEMENTATIONS)
     assert min(SWEEPS["sweep-n"]).N <= 1100 and max(SWEEPS["sweep-n"]).N == 300_000
 
 
@@ -308,6 +315,12 @@ def test_training_shapes_are_timed_in_rounds(monkeypatch: pytest.MonkeyPatch) ->
         assert row.forward_ms == row.backward_ms == row.both_ms == 2 and row.by_round["both_ms"] == [5, 1, 2]
         assert row.status == "ok" and row.reason == "" and row.errors and row.repeats >= 3
     assert [row.both_ms for row in rows[trained:]] == [5] * len(ON_CPU)
+    turns.clear()
+    sweeps["sweep-n"] += sweeps["training"][:1]
+    run_in_rounds(*ON_CPU, sweeps=sweeps, only=["sweep-n"])
+    assert turns == [(name, N, 1) for N in (9, 33) for name in ON_CPU], (
+        "the training shapes were not asked for"
+    )
 
 
 @pytest.mark.parametrize(("failing", "begun", "ms"), [(1, 1, None), (2, 2, 5), (3, 3, 3)])
@@ -475,15 +488,56 @@ def test_plots_hold_every_correct_implementation(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     results = made_up(scale=1.4)
-    names = [f"{name}.{kind}" for name in ("sweep-n", "sweep-d", "traffic", "bytes") for kind in FORMATS]
-    assert [path.name for path in results.draw(tmp_path)] == names[:-2]
-    results.bytes_moved = {name: {"forward": 5e8, "backward": 2e9} for name in ("ours", "fla-linear")}
+    figures = ("forward", "backward", "decays", "batch-32", "traffic", "bytes", "movement")
+    names = [f"{name}.{kind}" for name in figures for kind in FORMATS]
+    assert [path.name for path in results.draw(tmp_path)] == names[:-4]
+    results.bytes_moved = {"ours": {"forward": 5e8, "backward": 2e9}, "fla-linear": {"forward": 5e8}}
     paths = results.draw(tmp_path)
     assert [path.name for path in paths] == names
     for path in paths[::2]:
         picture = imread(path)
         assert picture.shape[1] > 1000 and picture.std() > 0.05
     assert Results(made_up().environment, copy_bandwidth=4e12).draw(tmp_path / "empty") == []
+
+
+def test_the_paper_s_figures_have_its_panels() -> None:
+    """Guards: a sweep drawn over the wrong axis, a point of another batch or of the table's length in it, a
+    variant in two figures."""
+    results = made_up(scale=1.4)
+    for name in ("ours-linear", "ours-gla", "fla-gla"):
+        results.rows += [
+            dataclasses.replace(row, implementation=name)
+            for row in results.rows
+            if row.implementation == "ours"
+        ]
+    axes = kernel_results._sweeps(results, "forward_ms", "forward_memory").axes
+    assert [axis.get_xlabel()[0] for axis in axes] == ["N", "N", "D", "D"]
+    lines = {tuple(line.get_xdata()): line.get_color() for line in axes[0].lines if line.get_linewidth() > 2}
+    assert lines.keys() == {tuple(shape.N for shape in SWEEPS["sweep-n"])}
+    titles = [text.get_text() for text in axes[0].figure.legends[0].get_texts()]
+    assert IMPLEMENTATIONS["fla-gla"].title in titles and IMPLEMENTATIONS["ours-linear"].title not in titles
+    decays = kernel_results._decays(results).axes
+    drawn = [len(axis.lines) for axis in decays[:3]]
+    assert drawn == [4, 2, 3], "ours-linear and two of FLA's; FLA's; both GLA; each with the least traffic"
+    assert {axis.get_xticks()[-1] for axis in kernel_results._batch_32(results).axes} == {16384}
+
+
+def test_the_share_of_moving_data() -> None:
+    """Guards: figure 4 with the time of another direction or of a baseline that was not counted."""
+    results = made_up(scale=2.0)
+    results.bytes_moved = {"ours": {"forward": 4 * REFERENCE.unit_bytes()}}
+    share, ms = kernel_results._movement(results).axes
+    assert [bar.get_width() for bar in share.patches] == pytest.approx([0.5])
+    assert [bar.get_width() for bar in ms.patches] == pytest.approx([results.lower_bound_ms(REFERENCE, 4)])
+
+
+def test_table_1_counts_the_inputs() -> None:
+    """Guards: the paper's memory, of inputs, outputs and what is between them, without the inputs."""
+    table = made_up().table().partition("## The paper's table 1")[2]
+    gb = TABLE_1.unit_bytes() / 1e9
+    assert f" {(3 + 1.1) * gb:.2f} |" in next(x for x in table.splitlines() if x.startswith("| ours |"))
+    assert f" {(4 + 1.1) * gb:.2f} |" in next(x for x in table.splitlines() if x.startswith("| FLA GLA |"))
+    assert "| PyTorch, cumulative sums | oom: out of memory | |" in table
 
 
 def test_an_attention_has_one_colour() -> None:
@@ -495,16 +549,22 @@ def test_an_attention_has_one_colour() -> None:
 
 
 def test_bytes_are_summed_over_kernels() -> None:
-    """Guards: the profiler's table is found below its chatter, and both directions of DRAM count."""
+    """Guards: the profiler's table is found below its chatter, both directions of DRAM count, each range is
+    its implementation's, and one that ended early has none."""
     output = (
-        "==PROF== Connected to process 7\n==PROF== Disconnected\n"
+        "==PROF== Connected to process 7\nrange: ours forward\nrange: ours backward\n==PROF== Disconnected\n"
         '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
-        '"0","scan","dram__bytes_read.sum","byte","402,653,184"\n'
-        '"0","scan","dram__bytes_write.sum","byte","134217728"\n'
-        '"1","other","dram__bytes_read.sum","byte","16"\n"1","other","sm__cycles.sum","cycle","99"\n'
+        '"0","spin_kernel(long)","dram__bytes_read.sum","byte","7"\n'
+        '"0","spin_kernel(long)","dram__bytes_write.sum","byte","7"\n'
+        '"1","scan","dram__bytes_read.sum","byte","402,653,184"\n'
+        '"1","scan","dram__bytes_write.sum","byte","134217728"\n'
+        '"2","other","dram__bytes_read.sum","byte","16"\n"2","other","sm__cycles.sum","cycle","99"\n'
+        '"3","spin_kernel(long)","dram__bytes_read.sum","byte","7"\n'
     )
-    assert parse_counts(output) == 402653184 + 134217728 + 16
-    assert parse_counts("==ERROR== no permission\n") == 0
+    assert parse_counts(output) == {"ours": {"forward": 402653184 + 134217728 + 16}}
+    backward = '"4","scan","dram__bytes_read.sum","byte","5"\n'
+    assert parse_counts(output + backward)["ours"]["backward"] == 5
+    assert parse_counts("==ERROR== no permission\n") == {}
 
 
 def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

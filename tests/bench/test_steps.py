@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lingpt.bench import steps
-from lingpt.bench.step_results import IDENTITIES, Results, Row
+from lingpt.bench.step_results import IDENTITIES, Results, Row, _throughput
 from lingpt.bench.steps import Identity, Shape, bench_steps, choose_shapes
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
@@ -157,9 +157,22 @@ def test_ratios_are_taken_within_a_round(tmp_path: Path, capsys):
     assert main(["bench", "train", "--redraw", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "bench.md").read_text() == results.table()
     assert (tmp_path / "speed-up.png").read_bytes().startswith(b"\x89PNG")
-    assert "softmax-flash" not in results.rows[0].line() and "speed-up.pdf" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "softmax-flash" not in results.rows[0].line() and "speed-up.pdf" in shown
+    assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG") and "throughput.pdf" in shown
     results.rows = results.rows[:3]
     assert results.draw(tmp_path / "one length") == [], "no line has two points"
+
+
+def test_throughput_is_over_length_and_micro_batch():
+    """Guards: tokens drawn as memory, a length under another's micro-batch."""
+    results = made_up()
+    for row in results.rows:
+        row.micro_batch_size = 32768 // row.seq_len
+    throughput, memory = _throughput(results).axes
+    assert {tuple(line.get_ydata()) for line in throughput.lines} == {(1e3,) * 3}
+    assert {tuple(line.get_ydata()) for line in memory.lines} == {(2.0,) * 3}
+    assert [text.get_text() for text in memory.get_xticklabels()] == ["2k×16", "4k×8", "8k×4"]
 
 
 def test_ratios_are_taken_within_a_session(tmp_path: Path):
