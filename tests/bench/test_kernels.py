@@ -594,6 +594,19 @@ def test_forms_are_one_function() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("form", [forms.recurrent, forms.all_states], ids=lambda form: form.__name__)
+def test_states_of_bf16_inputs_are_fp32(form: Callable[[inputs.Inputs], torch.Tensor]) -> None:
+    """Guards: sums of 1,024 states in bf16, whose error grows with N, here and in the backward pass."""
+    x = inputs.random(Shape(1, 1024, 1, 16), torch.bfloat16, CPU)
+    do = torch.randn(1, 1024, 1, 16).bfloat16()
+    results = []
+    for compute, leaves in ((form, x), (oracles.linear, {name: t.double() for name, t in x.items()})):
+        o = compute(leaves)
+        results.append((o, *torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype))))
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).norm() < 6e-3 * expected.norm()
+
+
 def test_the_forms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Guards: `lingpt bench forms` from the command line to the figure."""
     assert main(["bench", "forms", "--device", "cpu", "--out", str(tmp_path)]) == 0
