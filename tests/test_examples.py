@@ -44,6 +44,7 @@ def test_the_manuals_model_in_transformers(tmp_path, monkeypatch, capsys):
     assert "import" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_table_of_sources(tmp_path, monkeypatch, capsys):
     """Each example is read, but for those of the hub, which tests/data/test_hub.py has."""
     monkeypatch.chdir(tmp_path)

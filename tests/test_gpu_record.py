@@ -89,6 +89,7 @@ def run(pytester: pytest.Pytester, suite: str, *options: str) -> pytest.RunResul
     return pytester.runpytest_inprocess(*plugin, *options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "xdist"])
 @pytest.mark.parametrize("fail, counts", [(0, (5, 0, 1)), (1, (3, 2, 1))])
 def test_the_plugin_counts_gpu_tests(

@@ -61,6 +61,7 @@ def test_the_order_is_the_same_for_ever():
     assert [batches.indices(step) for step in range(3)] == [[2, 9, 7, 8, 5], [0, 4, 1, 3, 6], [3, 5, 6, 4, 9]]
 
 
+@pytest.mark.slow
 def test_the_order_looks_random():
     """Where block 0 lands over many seeds is uniform (chi-squared), and so is what follows."""
     n, trials = 8, 3000

@@ -178,6 +178,7 @@ def test_a_killed_preparation_leaves_nothing_that_passes_for_whole(config, start
     assert dataset.parts[0].cache.manifest["train"]["documents"] == 400
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_do_the_work_once(config, start_script):
     """The ranks of a run, or two runs: one tokenises, the others wait and read."""
     code = PREPARE + (

@@ -168,6 +168,7 @@ def test_a_config_beside_the_tokenizer_names_the_end_of_text(tokenizer, tmp_path
     assert load_tokenizer(tmp_path).end_token == "<|endoftext|>"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_without_end_of_text_is_refused(tokenizer, tmp_path: Path):
     """Nothing could separate the documents; a `</s>` that is no special token is HTML."""
     raw = special(tokenizer, "<stop>")
@@ -183,6 +184,7 @@ def test_a_tokenizer_without_end_of_text_is_refused(tokenizer, tmp_path: Path):
     assert found.tokenizer.end_token == "<stop>" and ends == found.describe()["train"]["documents"]
 
 
+@pytest.mark.slow
 def test_the_bpe_is_deterministic(tokenizer, tmp_path: Path):
     """Another process, hash seed and number of threads: the same merges, or no cache would ever be found."""
     code = (

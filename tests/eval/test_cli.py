@@ -111,6 +111,7 @@ def test_a_checkpoint_is_loaded_once_for_all_suites(runs, eval_data, tmp_path, m
     assert main(["eval", *argv, *texts]) == 0 and loaded == ["ours", "gla"]
 
 
+@pytest.mark.slow
 def test_defaults_are_table_2(runs, eval_data, capsys):
     """With no --tasks: the paper's benchmarks, MMLU with no and with five examples."""
     assert main(["eval", "--data", str(eval_data), "--runs", str(runs / "demo-ours"), "--device", "cpu"]) == 0

@@ -186,6 +186,7 @@ def test_two_commands_at_the_same_moment_keep_each_other_s_results(tmp_path, at_
     assert {result["attention"] for result in results} == {"softmax", "ours"}
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     """Trained once each; the best rate counts; a damaged file is kept aside; a model that fails is named."""
     sizes = ["--widths", "16", "--pairs", "2", "--steps", "2", "--batch_size", "4", "--vocabulary", "32"]

@@ -59,6 +59,7 @@ def stock_tasks(name, num_fewshot, data, monkeypatch):
     return tasks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_fewshot"), CASES)
 def test_prompts_are_the_stock_tasks(name, num_fewshot, eval_data, monkeypatch):
     """Byte for byte what lm-eval's own task builds from the same rows, examples and their order included."""

@@ -125,6 +125,7 @@ def test_each_token_is_the_eager_one(small, tokens, variant, replayed, recorded)
     assert lengths[0] == lengths[1]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_text_is_the_eager_one_of_any_batch_size(small, tokens, attention, recorded):
     """Through `generate`, twice: the second batch is another one."""

@@ -189,6 +189,7 @@ def test_a_block_compiles_as_one_graph(small, tokens, variant):
     assert list(model.state_dict()) == list(small(**variant).state_dict())
 
 
+@pytest.mark.slow
 def test_decoding_compiles_nothing(small, tokens, attention):
     """Samples at the end of a compiled run: a compilation per length would take longer than the run."""
     torch._dynamo.reset()  # its limit of compilations is one for all tests of the process

@@ -39,6 +39,7 @@ def test_activations_are_what_autograd_keeps(small, variant):
     assert estimate["activations"] == pytest.approx(kept_for_backward(model, idx), rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "options"),
     [

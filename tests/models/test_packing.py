@@ -40,6 +40,7 @@ def model(attention: str) -> tuple[GPT, torch.Tensor]:
     return gpt, torch.randint(64, (2, 100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_packed_documents_are_as_each_alone(attention):
     """Guards: a leak across a border, in either direction; a document that loses its own tokens.

@@ -14,6 +14,7 @@ def figure():
     return drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KNOWN_FORMATS)
 def test_every_known_format_is_written(tmp_path, kind):
     """Guards: `.pgf`, which matplotlib lists, and then refuses what it writes as SVG."""

@@ -192,6 +192,7 @@ def slurm(monkeypatch) -> Callable[..., None]:
     return make
 
 
+@pytest.mark.slow
 def test_a_batch_script_without_srun_trains_by_itself(slurm, make_recipe):
     """Guards: its job has two tasks, none of which was started, and the run waited for the second."""
     slurm()

@@ -176,6 +176,7 @@ def a_missing_shard_is_named(sharded: Path, recipe: Recipe) -> None:
         train(recipe)
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_give_the_same_bits(make_recipe):
     """Activation checkpointing saves memory, and changes nothing else."""
     losses = [

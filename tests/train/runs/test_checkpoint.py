@@ -80,6 +80,7 @@ def test_a_missing_file_makes_it_not_whole(make_recipe):
     assert names(folder) == ["step-00000003"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("write failed")]
 )
@@ -103,6 +104,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_ones(make_recipe, monkeypa
     assert names(folder)[-1] == "step-00000006"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [".step-00000006.partial", ".step-00000006.x1y2z3.partial"])
 def test_a_killed_save_leaves_nothing_that_passes_for_whole(make_recipe, name):
     """Neither this version's, nor an older one's."""

@@ -51,6 +51,7 @@ def test_a_damaged_config_goes_on(make_recipe, capsys, content):
     assert [line["step"] for line in read_metrics(folder) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"", b"model:\n  name: de", b"\xff\xfe"])
 def test_a_damaged_config_before_the_first_checkpoint(make_recipe, capsys, monkeypatch, content):
     with monkeypatch.context() as patch:
@@ -62,6 +63,7 @@ def test_a_damaged_config_before_the_first_checkpoint(make_recipe, capsys, monke
     assert "it is written again" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", '{"a": 1', "[]", '{"earlier": 3}', '{"earlier": "long ago"}', "\0"])
 def test_a_damaged_environment_goes_on(make_recipe, capsys, content):
     folder = train(make_recipe(max_steps=3))

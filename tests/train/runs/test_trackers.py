@@ -122,6 +122,7 @@ def wait_until(condition, seconds=120):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_wandb_dying_does_not_end_the_run(make_recipe, logged_out, capsys, monkeypatch):
     """Its own process is killed at step 3; the run goes on, and says so once."""
     import psutil

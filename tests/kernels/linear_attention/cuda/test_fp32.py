@@ -128,6 +128,7 @@ def test_backward_follows_another_backends_forward(emulated, monkeypatch: pytest
     assert off < 3e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("normalize", [True, False])
 def test_opcheck(emulated, normalize: bool) -> None:
