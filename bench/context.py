@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -123,7 +124,10 @@ def _measure(
     try:
         failed = processes.run(["train", *_words(row, everywhere, out)], left)
     except TimeoutError:
-        raise Skipped(f"stopped after {left:.0f} s, the rest of the budget") from None
+        failed, why = None, f"stopped after {left:.0f} s, the rest of the budget"
+        if len(_steps(recipe.run_folder)) < row.steps:
+            raise Skipped(why) from None
+        row.reason = f"{why}: its steps are whole"
     if failed:
         row.status, row.reason = "oom" if "out of memory" in failed else "error", failed
     else:
@@ -148,7 +152,7 @@ def _words(row: Row, everywhere: Sequence[str], out: Path) -> list[str]:
 
 def _read(row: Row, run: Path, out: Path) -> None:
     """The row's losses, rate and memory from its run, and its trace, which is kept and drawn."""
-    lines = [line for line in read_metrics(run) if line["kind"] == "train"]
+    lines = _steps(run)
     row.losses, row.peak_memory = [line["loss"] for line in lines], lines[-1]["peak_memory"]
     if row.kind != "first":
         timed = lines[1:] or lines
@@ -160,6 +164,10 @@ def _read(row: Row, run: Path, out: Path) -> None:
         row.sending = step.shares()
         title = f"{row.model} with {row.attention}, N = {row.seq_len:,} over {row.devices} devices: a step"
         draw_trace(step, title, out / f"{_name(row)}.png")
+
+
+def _steps(run: Path) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(run) if line["kind"] == "train"]
 
 
 def _name(row: Row) -> str:

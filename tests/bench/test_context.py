@@ -126,6 +126,27 @@ def test_a_row_that_the_budget_does_not_hold_is_shorter_or_left_out(tmp_path: Pa
     assert "a step takes 10 s by the plan" in results.rows[-1].reason
 
 
+@pytest.mark.parametrize(("missing", "status"), [(0, "ok"), (1, "skipped")])
+def test_a_row_whose_steps_are_whole_counts_when_the_budget_ends(
+    tmp_path: Path, monkeypatch, missing: int, status: str
+):
+    """Guards: a run stopped in its last validation counts; of one stopped before, nothing is kept."""
+
+    class Stopped(FakeProcesses):
+        def run(self, words: list[str], seconds: float) -> str | None:
+            failed, recipe = super().run(words, seconds), parse_recipe(words[1:])
+            if recipe.data.seq_len == 512:
+                lines = (recipe.run_folder / METRICS).read_text().splitlines(keepends=True)
+                (recipe.run_folder / METRICS).write_text("".join(lines[: len(lines) - missing]))
+                raise TimeoutError
+            return failed
+
+    monkeypatch.setattr(context, "Processes", Stopped)
+    results = context.bench_context("demo", ["ours"], [512], **OPTIONS, save_to=tmp_path / "context.json")
+    assert results.rows[-1].status == status and "the rest of the budget" in results.rows[-1].reason
+    assert results.rows[-1].tokens_per_second == (None if missing else 100.0)
+
+
 def test_communication_is_summed_by_what_it_sends(tmp_path: Path):
     """On a GPU by the call that launched it, whose thread and time are those of a named range."""
     write_trace(tmp_path / "profile/trace.json.gz")
