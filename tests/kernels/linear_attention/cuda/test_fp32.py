@@ -119,7 +119,7 @@ def test_backward_follows_another_backends_forward(emulated, monkeypatch: pytest
     """Guards: stats that mean something else."""
     x, options = oracles.inputs(1, 20, 1, 16, FP32), options_of("token", 1, 20, 1, 16)
     passes = SimpleNamespace(
-        DETOUR="",
+        FALLBACK="",
         unsupported_reason=lambda call: None,
         forward=chunkwise.forward,
         backward=fp32_backend.backward,
@@ -149,7 +149,7 @@ def test_opcheck(emulated, normalize: bool) -> None:
 @pytest.mark.parametrize("blocks", [1, 64, 2000])
 @pytest.mark.parametrize("N", [1, 64, 127, 128, 1000, 4096, 4097, 100_000])
 def test_segments_fill_the_card(N: int, blocks: int) -> None:
-    """Guards: an empty segment, a token in none, segments of few tokens or more than the card has room for."""
+    """Guards: an empty segment, a token in none, short segments, more than the card has room for."""
     segments, length = recurrence.segmentation(N, blocks, 132)
     assert (segments - 1) * length < N <= segments * length
     assert segments == 1 or (length >= 64 and segments * blocks <= 8 * 132)
@@ -254,7 +254,7 @@ TAKEN = [
 
 @pytest.mark.parametrize(("dtype", "D", "options", "taken", "words"), TAKEN)
 def test_who_takes_a_call_and_what_is_told(dtype, D, options, taken, words, on_a_card) -> None:
-    """Guards: a detour that is silent, or told where none is expected."""
+    """Guards: a fallback that is silent, or told where none is expected."""
     assert operator.choose(call(dtype, D, **options)) is taken
     assert len(on_a_card) == bool(words)
     for told in on_a_card:
