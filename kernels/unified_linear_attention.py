@@ -39,9 +39,9 @@ from lingpt.kernels import channel_decay_operator
 from lingpt.kernels.linear_attention.cuda import recurrence
 from lingpt.kernels.numerics import (
     LOG_ZERO,
+    decay_gradient,
     first_tokens,
     pad_to_chunks,
-    reverse_running_sum,
     state_dtype,
     to_tokens,
     true_fp32,
@@ -252,8 +252,8 @@ class _Forward(torch.autograd.Function):
             k_, q_, dy, l, r, reverse=True, initial_state=dfinal, **options
         )
         at_end = final * dfinal  # the last L and R are factors of the returned state, too
-        dl = _decay_gradient(q_ * dq - k_ * dk, at_end.sum(-1), l)
-        dr = _decay_gradient(dy * y - v_ * dv, at_end.sum(-2), r)
+        dl = decay_gradient(q_ * dq - k_ * dk, at_end.sum(-1), l)
+        dr = decay_gradient(dy * y - v_ * dv, at_end.sum(-2), r)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dl, dr, dstate, None, None
 
 
@@ -271,14 +271,6 @@ def _(q, k, v, l, r, state):
 
 
 register_flop_formula(torch.ops.lingpt.unified_linear_attention_cuda)(channel_decay_operator.forward_flops)
-
-
-def _decay_gradient(d: Tensor, at_end: Tensor, log_decay: Tensor) -> Tensor:
-    """Σ_{i≥t} d_i + `at_end`, summed over channels if the decay has one for all of them."""
-    d, at_end = d.double(), at_end.double()
-    if log_decay.shape[-1] == 1:
-        d, at_end = d.sum(-1, keepdim=True), at_end.sum(-1, keepdim=True)
-    return (reverse_running_sum(d, 1) + at_end[:, None]).to(log_decay.dtype)
 
 
 # The chunkwise form. [B, H, chunks, C, ·] throughout; L and R restart in every chunk.

@@ -24,7 +24,7 @@ from lingpt.kernels.linear_attention.call import Call, InputGradients, OutputGra
 from lingpt.kernels.linear_attention.rows import Rows, pack, per_token, unpack
 from lingpt.kernels.numerics import LOG_ZERO, pad_to_chunks, reverse_running_sum, to_tokens, true_fp32
 
-DETOUR = "on the chunkwise backend, 20 to 40 times slower than on tensor cores"
+FALLBACK = "on the chunkwise backend, 20 to 40 times slower than on tensor cores"
 CHUNK = 64
 
 

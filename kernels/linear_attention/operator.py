@@ -64,7 +64,7 @@ _GRADIENTS_OF = (*_INPUTS, "a", "b", "token_log_decay", "gate_bias", "S", "z", "
 class Backend(Protocol):
     """A module that computes both passes of a call."""
 
-    DETOUR: str  # where a call that tensor cores do not take runs, and how much slower; "" of tensor cores
+    FALLBACK: str  # where a call that tensor cores do not take runs, and how much slower; "" of tensor cores
 
     def unsupported_reason(self, call: Call) -> str | None:
         """Why the backend cannot serve this call, in words for a user; None if it can."""
@@ -99,8 +99,8 @@ def choose(call: Call) -> Backend:
     if backend is chunkwise and call.backend == "cuda":
         raise UserError(f"backend='cuda' cannot run this: {reason}")
     own = torch.float64 if backend is chunkwise else torch.float32
-    if reason and backend.DETOUR and (call.dtype != own or torch.is_autocast_enabled("cuda")):
-        warn_once(backend.DETOUR, reason)
+    if reason and backend.FALLBACK and (call.dtype != own or torch.is_autocast_enabled("cuda")):
+        warn_once(backend.FALLBACK, reason)
     return backend
 
 

@@ -27,7 +27,7 @@ from lingpt.kernels.linear_attention.cuda.toolchain import unusable_reason
 from lingpt.kernels.linear_attention.cuda.variants import BOUNDARY_INTERVAL, HEAD_DIMS, TAGS
 from lingpt.kernels.numerics import LOG_ZERO
 
-DETOUR = ""
+FALLBACK = ""
 _COUNTS = {"initial": "n_initial", "final": "count_out"}  # of a state's tokens, in struct Params
 
 

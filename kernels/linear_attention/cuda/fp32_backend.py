@@ -14,10 +14,9 @@ from torch import Tensor
 from lingpt.kernels.linear_attention.call import Call, InputGradients, OutputGradients, Outputs
 from lingpt.kernels.linear_attention.cuda import recurrence
 from lingpt.kernels.linear_attention.rows import Rows, pack, per_token, unpack
-from lingpt.kernels.numerics import LOG_ZERO, reverse_running_sum, to_tokens, true_fp32
+from lingpt.kernels.numerics import LOG_ZERO, decay_gradient, to_tokens, true_fp32
 
-# How many times is not yet measured.
-DETOUR = "in fp32, token by token, many times slower than on tensor cores"
+FALLBACK = "in fp32 without tensor cores, many times slower (docs/kernel.md)"
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -58,7 +57,9 @@ def backward(
         if call.token_log_decay is not None:
             dG = torch.linalg.vecdot(Q, dQ) - torch.linalg.vecdot(K, dK)
             at_end = (pack(final, call) * dfinal).sum((-2, -1))
-            d_token_log_decay = _decay_gradient(call.token_log_decay, dG.squeeze(2).mT, at_end)
+            d_token_log_decay = decay_gradient(dG.squeeze(2).mT, at_end, call.token_log_decay)
+            is_zero = call.token_log_decay <= LOG_ZERO[torch.float32]
+            d_token_log_decay = d_token_log_decay.masked_fill(is_zero, 0.0).contiguous()
         da, db = rows.input_gradients(call, dQ, dK, dV, out)
         return InputGradients(da, db, d_token_log_decay, None if call.S is None else unpack(dinitial))
 
@@ -82,12 +83,3 @@ def _sums(
     none = decay.new_zeros(()).expand(B, N, H, 1)
     y, final = recurrence.forward(q, k, v, decay, none, state, reverse=reverse)
     return y.transpose(1, 2).unsqueeze(2), first.exp() * final if reverse else final
-
-
-def _decay_gradient(log_decay: Tensor, dG: Tensor, at_end: Tensor) -> Tensor:
-    """The gradient of token_log_decay, Σ_{j≥t} dL/dG_j; dG: [B, N, H], at_end [B, H]: the final state's part.
-
-    In float64, as pairs of tokens that are both ≥ t cancel in it.
-    """
-    gradient = reverse_running_sum(dG.double(), 1) + at_end.double()[:, None]
-    return gradient.float().masked_fill(log_decay <= LOG_ZERO[torch.float32], 0.0).contiguous()

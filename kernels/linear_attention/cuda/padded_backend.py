@@ -21,7 +21,7 @@ from lingpt.kernels.linear_attention.call import (
 from lingpt.kernels.linear_attention.cuda import backend
 from lingpt.kernels.linear_attention.cuda.variants import HEAD_DIMS
 
-DETOUR = ""
+FALLBACK = ""
 
 
 def unsupported_reason(call: Call) -> str | None:

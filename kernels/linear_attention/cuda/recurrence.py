@@ -23,14 +23,14 @@ THREADS, MOST_LANES, KEYS_OF_LANE = 128, 8, 36  # 36: a power of two and the col
 # Channels of q and k, and of v, which takes their place in the backward pass.
 MOST_CHANNELS = MOST_LANES * KEYS_OF_LANE
 HEAD_DIMS = (32, 64, 128, 256)  # to compile ahead
+BLOCKS, SHORTEST_SEGMENT = 8, 64  # that hide each other's latency on a multiprocessor; tokens
 
 _OPERANDS = ("q", "k", "v", "left", "right")
 _FIELDS = {x: (f"{x}_x", f"{x}_batch", f"{x}_token", f"{x}_head", f"{x}_channel") for x in _OPERANDS}
 PARAMS = Fields(
     {field: "P" if field.endswith("_x") else "q" for fields in _FIELDS.values() for field in fields}
-    | dict.fromkeys(("initial", "y", "final"), "P")
-    | {"y_token": "q"}
-    | dict.fromkeys(("N", "H", "Dk", "Dv"), "i")
+    | dict.fromkeys(("states", "y"), "P")
+    | dict.fromkeys(("N", "H", "Dk", "Dv", "segment_len", "y_token"), "i")
 )
 
 
@@ -44,17 +44,21 @@ class Build:
     shared: bool  # whether all channels have one decay
 
     @property
-    def name(self) -> str:
-        return f"recurrence<{self.lanes}, {self.keys}, {str(self.shared).lower()}>"
+    def names(self) -> dict[str, str]:
+        """A scan of tokens, and one for the state alone."""
+        options = f"{self.lanes}, {self.keys}, {str(self.shared).lower()}"
+        return {"scan": f"recurrence<{options}, true>", "states": f"recurrence<{options}, false>"}
 
     @property
     def spec(self) -> KernelSpec:
         defines = {"RECURRENCE_PARAMS_BYTES": PARAMS.size, "THREADS": THREADS}
-        return KernelSpec(SOURCE, (self.name,), defines, (self.arch,))
+        return KernelSpec(SOURCE, tuple(self.names.values()), defines, (self.arch,))
 
     @functools.cached_property
-    def kernel(self) -> Kernel:
-        return self.spec.compile(self.arch).load([self.name])[self.name]
+    def kernels(self) -> dict[str, Kernel]:
+        """Compiled and loaded, by the keys of `names`."""
+        kernels = self.spec.compile(self.arch).load(self.names.values())
+        return {key: kernels[name] for key, name in self.names.items()}
 
 
 @functools.cache
@@ -101,6 +105,12 @@ def _no_kernel(device: torch.device) -> str | None:
 _no_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in channel_decay.py
 
 
+def segmentation(N: int, blocks: int, processors: int) -> tuple[int, int]:
+    """(segments, tokens of each but the last) that sequences of so many blocks are cut into."""
+    length = -(-N // max(1, min(BLOCKS * processors // blocks, N // SHORTEST_SEGMENT)))
+    return -(-N // length), length
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -116,20 +126,42 @@ def forward(
     left, right: log decays, [B, N, H, 1 or Dk] and [B, N, H, 1 or Dv]. reverse: from the last token to the
     first, each of which decays what is after it.
     """
-    (B, N, H, Dk), Dv = q.shape, v.shape[-1]
-    initial = initial.contiguous()
-    y, final = q.new_empty(B, N, H, Dv), torch.empty_like(initial)
-    values: dict[str, float] = dict(N=N, H=H, Dk=Dk, Dv=Dv)
-    values |= dict(initial=initial.data_ptr(), final=final.data_ptr())
+    (B, N, H, Dk), Dv, (arch, processors) = q.shape, v.shape[-1], card(q.device)
+    build = build_for(arch, Dk, left.shape[-1] == right.shape[-1] == 1)
+    slices = -(-Dv * build.lanes // THREADS)
+    segments, segment_len = segmentation(N, slices * B * H, processors)
+    y, states = q.new_empty(B, N, H, Dv), initial.new_empty(segments, *initial.shape)
+    values: dict[str, float] = dict(N=N, H=H, Dk=Dk, Dv=Dv, segment_len=segment_len)
     values["y"], (_, values["y_token"], *_) = _from_its_first_token(y, reverse)
     for name, x in zip(_OPERANDS, (q, k, v, left, right), strict=True):
         address, (*strides, channel) = _from_its_first_token(x, reverse)
         values |= zip(_FIELDS[name], (address, *strides, channel if x.shape[-1] > 1 else 0), strict=True)
-    build = build_for(card(q.device)[0], Dk, left.shape[-1] == right.shape[-1] == 1)
-    grid = -(-Dv * build.lanes // THREADS), B * H, 1
-    with current_device(q.device):
-        build.kernel(grid, THREADS, 0, raw_stream(q.device.index), PARAMS.pack(values))
-    return y, final
+
+    def launch(kernel: str, states: Tensor) -> None:
+        with current_device(q.device):
+            grid, params = (slices, B * H, len(states)), PARAMS.pack(values | {"states": states.data_ptr()})
+            build.kernels[kernel](grid, THREADS, 0, raw_stream(q.device.index), params)
+
+    states[0] = initial
+    if segments > 1:
+        launch("states", states[1:])  # what each segment but the last adds
+        decays = _segment_decays(left, right, segments - 1, segment_len, reverse)
+        for before, after, decay in zip(states[:-1], states[1:], decays, strict=True):
+            after.addcmul_(decay, before)
+    launch("scan", states)
+    return y, states[-1].clone()
+
+
+def _segment_decays(left: Tensor, right: Tensor, count: int, segment_len: int, reverse: bool) -> Tensor:
+    """By how much each of the first segments decays what was before it, [count, B, H, 1 or Dk, 1 or Dv]."""
+    tokens = count * segment_len  # whose logs are added in float64: a constant one is always rounded one way
+    first = left.shape[1] - tokens if reverse else 0
+    L, R = (
+        x.narrow(1, first, tokens).unflatten(1, (count, segment_len)).sum(2, dtype=torch.float64).float()
+        for x in (left, right)
+    )
+    decays = (L.unsqueeze(-1) + R.unsqueeze(-2)).exp().transpose(0, 1)
+    return decays.flip(0) if reverse else decays
 
 
 def _from_its_first_token(x: Tensor, reverse: bool) -> tuple[int, tuple[int, ...]]:

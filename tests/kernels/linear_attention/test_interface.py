@@ -324,7 +324,7 @@ def test_fp32_on_a_gpu_is_true_fp32(asked):
 class Kernel:
     """Computes with the chunkwise form, and counts."""
 
-    DETOUR = ""
+    FALLBACK = ""
 
     def __init__(self, reason=None):
         self.reason, self.forwards, self.backwards = reason, 0, 0

@@ -41,6 +41,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(
             channel_decay, "segmentation", lambda q, Dv: (-(-q.shape[1] // segment_len), segment_len)
         )
+        monkeypatch.setattr(recurrence, "segmentation", lambda N, *_: (-(-N // segment_len), segment_len))
 
     yield pretend
     monkeypatch.undo()
@@ -181,10 +182,11 @@ def test_any_decay_that_they_can_compute(reverse: bool, emulated, monkeypatch: p
     assert max(off.values()) < 8e-3, off
 
 
-RECURRENCES = [  # N, Dk, Dv, which decays are per channel, dtype
-    (21, 12, 40, "left right", FP32),
-    pytest.param((19, 256, 32, "", FP32), marks=pytest.mark.slow),  # eight lanes share a column
-    pytest.param((17, 70, 5, "right", BF16), marks=pytest.mark.slow),
+RECURRENCES = [  # N, tokens of a segment, Dk, Dv, which decays are per channel, dtype
+    (21, 21, 12, 40, "left right", FP32),
+    (21, 9, 12, 40, "left right", FP32),
+    pytest.param((19, 8, 256, 32, "", FP32), marks=pytest.mark.slow),  # eight lanes share a column
+    pytest.param((17, 6, 70, 5, "right", BF16), marks=pytest.mark.slow),
 ]
 
 
@@ -192,8 +194,8 @@ RECURRENCES = [  # N, Dk, Dv, which decays are per channel, dtype
 @pytest.mark.parametrize("case", RECURRENCES, ids=str)
 def test_any_decay_in_fp32(case: tuple, reverse: bool, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the recurrence, and its gradients by the same kernel, at fp32's precision and every width."""
-    N, Dk, Dv, per_channel, dtype = case
-    emulated(32)
+    N, segment_len, Dk, Dv, per_channel, dtype = case
+    emulated(segment_len)
     monkeypatch.setattr(recurrence, "unsupported_reason", lambda q, Dv: None)
     monkeypatch.setattr(recurrence, "forward", watched(recurrence.forward))
     (q, k, v, l, dy), state, dstate = inputs(N, Dk, Dv, dtype, "weak", H=2)
@@ -211,3 +213,22 @@ def test_any_decay_in_fp32(case: tuple, reverse: bool, emulated, monkeypatch: py
         results.append((*found, *torch.autograd.grad(found, leaves, (dy, dstate))))
     off = [relative(x, exact) for x, exact in zip(*results, strict=True)]
     assert max(off) < (2e-6 if dtype == FP32 else 4e-3), off
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_segments_of_the_recurrence(per_channel: bool, reverse: bool, emulated) -> None:
+    """Guards: states between segments of any length, a last one of one token, resets of −inf at their borders
+    and within, strided views."""
+    emulated(9)
+    (q, k, v, l, _), state, _ = inputs(28, 12, 40, FP32, "weak", H=2)
+    r = F.logsigmoid(randn(1, 28, 2, 40, seed=7)) / 16
+    l[:, [0, 9, 15, 26], 1] = r[:, [8, 18], 1] = float("-inf")  # the other head keeps what segments left
+    q, k, v, l, r = (x.mT.contiguous().mT for x in (q, k, v, l, r))
+    l, r = (x if per_channel else x[..., :1] for x in (l, r))
+    y, final = watched(recurrence.forward)(q, k, v, l, r, state.mT.contiguous().mT, reverse=reverse)
+    x = [x.double().flip(1) if reverse else x.double() for x in (q, k, v, l, r)]
+    exact = unified_linear_attention_with_state(*x, initial_state=state.double(), backend="chunkwise")
+    found = y.flip(1) if reverse else y, final
+    for name, ours, theirs in zip(("y", "final"), found, exact, strict=True):
+        assert relative(ours, theirs) < 5e-7, name

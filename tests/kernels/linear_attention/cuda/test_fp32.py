@@ -33,12 +33,13 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch):
-    """backend="cuda" is the one in fp32, on CPU tensors."""
+    """backend="cuda" is the one in fp32, on CPU tensors, in segments of eight tokens."""
     monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
     monkeypatch.setattr(recurrence, "card", lambda device: ("sm_80", 108))
     monkeypatch.setattr(recurrence, "raw_stream", lambda device: 0)
     monkeypatch.setattr(recurrence, "current_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(recurrence, "unsupported_reason", lambda q, Dv: None)
+    monkeypatch.setattr(recurrence, "segmentation", lambda N, *_: (-(-N // 8), 8))
     monkeypatch.setattr(recurrence, "forward", watched(recurrence.forward))
     monkeypatch.setattr(operator, "cuda_backends", lambda: (fp32_backend,))
     recurrence.build_for.cache_clear()
@@ -118,7 +119,7 @@ def test_backward_follows_another_backends_forward(emulated, monkeypatch: pytest
     """Guards: stats that mean something else."""
     x, options = oracles.inputs(1, 20, 1, 16, FP32), options_of("token", 1, 20, 1, 16)
     passes = SimpleNamespace(
-        DETOUR="",
+        FALLBACK="",
         unsupported_reason=lambda call: None,
         forward=chunkwise.forward,
         backward=fp32_backend.backward,
@@ -144,6 +145,16 @@ def test_opcheck(emulated, normalize: bool) -> None:
     o, stats, *end = forward(*call)
     opcheck(backward, (*call, o, stats, *end, do, *end))
     opcheck(forward, call._replace(q=call.q.clone().requires_grad_()))
+
+
+@pytest.mark.parametrize("blocks", [1, 64, 2000])
+@pytest.mark.parametrize("N", [1, 64, 127, 128, 1000, 4096, 4097, 100_000])
+def test_segments_fill_the_card(N: int, blocks: int) -> None:
+    """Guards: an empty segment, a token in none, short segments, more than the card has room for."""
+    segments, length = recurrence.segmentation(N, blocks, 132)
+    assert (segments - 1) * length < N <= segments * length
+    assert segments == 1 or (length >= 64 and segments * blocks <= 8 * 132)
+    assert N != 4096 or segments == {1: 64, 64: 16, 2000: 1}[blocks]
 
 
 # On a GPU
@@ -244,7 +255,7 @@ TAKEN = [
 
 @pytest.mark.parametrize(("dtype", "D", "options", "taken", "words"), TAKEN)
 def test_who_takes_a_call_and_what_is_told(dtype, D, options, taken, words, on_a_card) -> None:
-    """Guards: a detour that is silent, or told where none is expected."""
+    """Guards: a fallback that is silent, or told where none is expected."""
     assert operator.choose(call(dtype, D, **options)) is taken
     assert len(on_a_card) == bool(words)
     for told in on_a_card:

@@ -241,7 +241,7 @@ NO_TENSOR_CORES = {
 @gpu
 @pytest.mark.parametrize("name", NO_TENSOR_CORES)
 def test_without_tensor_cores_it_is_fp32_and_says_so_once(name) -> None:
-    """Guards: a detour that is silent, or through PyTorch."""
+    """Guards: a fallback that is silent, or through PyTorch."""
     call, reason = NO_TENSOR_CORES[name]
     exact = call(backend="chunkwise").double()
     operator.warn_once.cache_clear()
@@ -254,7 +254,7 @@ def test_without_tensor_cores_it_is_fp32_and_says_so_once(name) -> None:
 
 
 @gpu
-def test_fp32_is_no_detour_but_under_autocast() -> None:
+def test_fp32_is_no_fallback_but_under_autocast() -> None:
     """Guards: fp32 on 16-bit tensor cores, and a warning where nobody expects them."""
     x = [y.float() for y in inputs(1, 20, 2, 64, BF16)[:3]]
     operator.warn_once.cache_clear()
