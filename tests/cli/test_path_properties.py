@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lingpt.cli.main import main
+from lingpt.common.options import NULLS
 from lingpt.tests.properties import examples
 
 SECONDS, MEMORY = 20, 8 << 30
@@ -67,7 +68,7 @@ NAMES = st.sampled_from(
     ["x", "x.yaml", "x.json", "x.jsonl", "x.txt", "x.jsonl.xz", "x.parquet", " ", "-x", "é\u2028"]
 )
 NAMES |= st.text(min_size=1, max_size=20).filter(
-    lambda name: not set(name) & {"/", "\0"} and name not in ".."
+    lambda name: not set(name) & {"/", "\0"} and name not in ("", ".", "..", *NULLS)
 )
 ENTRIES = st.dictionaries(st.sampled_from(FILES), st.tuples(st.sampled_from([*MAKERS]), CONTENTS), max_size=4)
 

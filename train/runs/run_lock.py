@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Self
@@ -104,8 +105,10 @@ def _write_holder(file: int) -> None:
 
 
 def _read_holder(path: Path) -> str:
-    try:
-        holder = json.loads(path.read_bytes())
-        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+    for _ in range(10):  # a holder that has just begun writes a moment after it has the lock
+        try:
+            holder = json.loads(path.read_bytes())
+            return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            time.sleep(0.05)
+    return "another process"

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import threading
 import time
 
 import pytest
@@ -54,6 +55,17 @@ def test_a_lock_that_says_nothing_still_holds(make_recipe, holder):
     (make_recipe().run_folder / ".lock").write_bytes(b"\xff")
     with pytest.raises(UserError, match="in use by another process"):
         train(make_recipe())
+
+
+def test_a_holder_that_has_just_the_lock_has_a_moment_to_say_who_it_is(make_recipe, holder):
+    path = make_recipe().run_folder / ".lock"
+    said = path.read_bytes()
+    path.write_bytes(b"")
+    written = threading.Timer(0.15, path.write_bytes, [said])
+    written.start()
+    with pytest.raises(UserError, match=f"in use by process {holder.pid}"):
+        RunLock(path.parent).acquire()
+    written.join()
 
 
 def test_it_is_given_back_at_the_end_and_moves_with_a_run_that_starts_over(make_recipe):
