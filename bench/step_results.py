@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
-from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats, style_axes
+from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_figures, style_axes
 from lingpt.plots.palette import line_styles
 
 if TYPE_CHECKING:
@@ -80,9 +80,7 @@ class Results(BenchResults[Row]):
 
     def draw(self, folder: Path) -> list[Path]:
         """Draws the figures `speed-up` and `throughput`, with the models that have several lengths."""
-        figures = {"speed-up": _speed_up(self), "throughput": _throughput(self)}
-        drawn = [save_formats(figure, folder, name) for name, figure in figures.items() if figure is not None]
-        return [path for paths in drawn for path in paths]
+        return save_figures({"speed-up": _speed_up(self), "throughput": _throughput(self)}, folder)
 
 
 def _speed_up(results: Results) -> "Figure | None":

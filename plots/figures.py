@@ -3,7 +3,7 @@ picture."""
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,3 +87,9 @@ def save_formats(figure, folder: Path, name: str) -> list[Path]:
     for path in paths:
         save_figure(figure, path)
     return paths
+
+
+def save_figures(figures: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Writes each figure by its name as `save_formats` does; None, of what was not measured, is left out."""
+    drawn = [save_formats(figure, folder, name) for name, figure in figures.items() if figure is not None]
+    return [path for paths in drawn for path in paths]

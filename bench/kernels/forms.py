@@ -40,7 +40,8 @@ def quadratic_in_blocks(x: Inputs) -> Tensor:
 def recurrent(x: Inputs) -> Tensor:
     """One state after another."""
     q, k, v = x["q"], x["k"], x["v"]
-    S, o = q.new_zeros(1, 1, 1, 1, dtype=state_dtype(q.dtype)), []  # no scalar: a sum with that is in bf16
+    # Not 0-dimensional: fp32 without dimensions plus bf16 is bf16.
+    S, o = q.new_zeros(1, 1, 1, 1, dtype=state_dtype(q.dtype)), []
     for q_i, k_i, v_i in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True):
         S = S + k_i.unsqueeze(-1) * v_i.unsqueeze(-2)
         o.append((q_i.to(S.dtype).unsqueeze(-2) @ S).squeeze(-2))
@@ -50,7 +51,8 @@ def recurrent(x: Inputs) -> Tensor:
 def all_states(x: Inputs) -> Tensor:
     """The states of all tokens, by a cumulative sum of N·D² numbers a head."""
     q, k, v = x["q"], x["k"], x["v"]
-    S = (k.unsqueeze(-1) * v.unsqueeze(-2)).to(state_dtype(q.dtype)).cumsum(1)  # so is the backward's sum
+    # With `cumsum(dtype=…)` the gradient would be summed in the input's dtype on a GPU.
+    S = (k.unsqueeze(-1) * v.unsqueeze(-2)).to(state_dtype(q.dtype)).cumsum(1)
     return (q.to(S.dtype).unsqueeze(-2) @ S).squeeze(-2).to(q.dtype)
 
 

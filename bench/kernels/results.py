@@ -13,7 +13,7 @@ from lingpt.bench.clock import Clock
 from lingpt.bench.kernels.implementations import CHUNKS, DECAYS, FORMS, IMPLEMENTATIONS
 from lingpt.bench.kernels.shapes import REFERENCE, TABLE_1, Shape
 from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
-from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats, style_axes
+from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_figures, style_axes
 from lingpt.plots.palette import colours
 
 if TYPE_CHECKING:
@@ -182,8 +182,7 @@ class Results(BenchResults[Row]):
             "movement": _movement(self),
             "forms": _forms(self),
         }
-        drawn = [save_formats(figure, folder, name) for name, figure in figures.items() if figure is not None]
-        return [path for paths in drawn for path in paths]
+        return save_figures(figures, folder)
 
 
 def _pair(values: Sequence[float | None], format: str) -> str:

@@ -17,7 +17,8 @@ from lingpt.bench.kernels.shapes import REFERENCE
 from lingpt.common.errors import UserError, first_line
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-MARKER, RANGE = "spin_kernel", "range: "  # the kernel, of torch.cuda._sleep, and the line that begin a range
+# What is counted apart begins with this kernel, torch.cuda._sleep's, and a line of output that names it.
+MARKER, RANGE = "spin_kernel", "range: "
 
 
 def count_bytes(names: Iterable[str]) -> dict[str, dict[str, float]]:
