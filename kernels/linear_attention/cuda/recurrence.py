@@ -23,7 +23,8 @@ THREADS, MOST_LANES, KEYS_OF_LANE = 128, 8, 36  # 36: a power of two and the col
 # Channels of q and k, and of v, which takes their place in the backward pass.
 MOST_CHANNELS = MOST_LANES * KEYS_OF_LANE
 HEAD_DIMS = (32, 64, 128, 256)  # to compile ahead
-BLOCKS, SHORTEST_SEGMENT = 8, 64  # that hide each other's latency on a multiprocessor; tokens
+BLOCKS_PER_SM = 8  # which hide each other's latency
+SHORTEST_SEGMENT = 64  # tokens
 
 _OPERANDS = ("q", "k", "v", "left", "right")
 _FIELDS = {x: (f"{x}_x", f"{x}_batch", f"{x}_token", f"{x}_head", f"{x}_channel") for x in _OPERANDS}
@@ -107,7 +108,7 @@ _no_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in
 
 def segmentation(N: int, blocks: int, processors: int) -> tuple[int, int]:
     """(segments, tokens of each but the last) that sequences of so many blocks are cut into."""
-    length = -(-N // max(1, min(BLOCKS * processors // blocks, N // SHORTEST_SEGMENT)))
+    length = -(-N // max(1, min(BLOCKS_PER_SM * processors // blocks, N // SHORTEST_SEGMENT)))
     return -(-N // length), length
 
 
