@@ -4,9 +4,11 @@ Each row is a run of `lingpt train` in processes of its own, so that one that fa
 
 - `one`: the base length on one device, `ddp`: on each of them, with as many tokens a step
 - `first`: the first step at a middle length, on one device and over all, whose losses must be equal
-- `pieces`: the long sequences, one at a time, over all devices; the third step is traced
+- `pieces`: the long sequences, each over all devices; the third step is traced
 
-Beside each row is what its plan foretells: tokens/s, memory, and the share of communication.
+A step has as many tokens a device in each row, or one sequence if that is more, so that gradients and
+optimizer weigh the same. Beside each row is what its plan foretells: tokens/s, memory, and the share of
+communication.
 """
 
 import contextlib
@@ -54,7 +56,9 @@ def rows_of(
         yield Row(model, "first", attention, check_len, 1)
         yield Row(model, "first", attention, check_len, devices, devices)
     for seq_len in sorted(seq_lens):
-        yield from (Row(model, "pieces", attention, seq_len, devices, devices) for attention in attentions)
+        batch = max(1, own * devices * base_len // seq_len)
+        for attention in attentions:
+            yield Row(model, "pieces", attention, seq_len, devices, devices, batch)
 
 
 def bench_context(

@@ -78,7 +78,7 @@ class Results(BenchResults[Row]):
         return (
             f"# Sequences over several devices\n\n{made_on(self.environment)}.\n\n"
             "one: the base length on one device; ddp: the same on each; first: only the first loss, which is "
-            "that of one device; pieces: a sequence at a time over all. Of one: the rate over that of `one`. "
+            "that of one device; pieces: each sequence over all. Of one: the rate over that of `one`. "
             "Planned: what a dry run foretells, and the ratio to it. Sending: the share of a step of rank 0, "
             "with the time in which it waits for the others.\n\n"
             + markdown(COLUMNS, [self._cells(row) for row in self.rows])

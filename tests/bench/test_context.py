@@ -91,7 +91,7 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch):
     )
     rows = results.rows
     assert [row.kind for row in rows] == ["one", "ddp", "first", "first", "pieces", "pieces"]
-    assert [row.batch for row in rows] == [4, 8, 1, 1, 1, 1]
+    assert [row.batch for row in rows] == [4, 8, 1, 1, 2, 1]
     assert (rows[5].status, rows[5].reason) == ("oom", "lingpt: out of memory: try a smaller model")
     for row in rows[:5]:
         assert row.status == "ok" and row.losses[0] == 7.0 and row.peak_memory == 1.5e9
