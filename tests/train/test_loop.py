@@ -554,7 +554,7 @@ def test_a_run_records_what_it_is_made_of(make_recipe, picture, capsys):
 def test_a_kernel_that_cannot_run_is_refused_before_there_is_a_run(make_recipe):
     recipe = make_recipe()
     recipe.model.attention, recipe.model.sdpa = "softmax", "cudnn"
-    with pytest.raises(UserError, match=r"model.sdpa cudnn cannot train on cpu in float32 with heads of 64"):
+    with pytest.raises(UserError, match=r"model.sdpa cudnn cannot train on cpu in float32 with heads of 32"):
         train(recipe)
     assert not recipe.run_folder.exists()
 
