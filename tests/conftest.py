@@ -53,8 +53,9 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> "DataConfig":
-    """400 short documents of random words, and a token cache that all tests share."""
+    """400 short documents of random words, their tokenizer, and a token cache that all tests share."""
     from lingpt.data import DataConfig
+    from lingpt.data.tokenizer import train_bpe
 
     folder = tmp_path_factory.mktemp("corpus")
     rng = random.Random(0)
@@ -63,11 +64,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> "DataConfig":
     (folder / "val.jsonl").write_text("\n".join(rows[360:]))
     return DataConfig(
         source=str(folder / "train.jsonl"),
+        tokenizer=str(train_bpe([" ".join(WORDS)], 300).save(folder / "tokenizer")),
         val_source=str(folder / "val.jsonl"),
         seq_len=32,
         num_workers=1,
         cache_dir=str(folder / "cache"),
     )
+
+
+@pytest.fixture
+def few_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded corpus with fewer modules to train on: its tokenizer is trained in a moment."""
+    monkeypatch.setattr("lingpt.data.embedded.TRAIN_MODULES", "argparse ast inspect tarfile")
 
 
 @pytest.fixture

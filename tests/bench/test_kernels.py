@@ -237,8 +237,9 @@ def test_what_an_implementation_does_is_a_row(monkeypatch: pytest.MonkeyPatch, t
     assert "\n- fla-gla: skipped: needs a CUDA device\n" in table and "| fla-gla |" not in table
 
 
-def test_a_run_keeps_its_rows_and_comes_back_from_disk(tmp_path: Path) -> None:
+def test_a_run_keeps_its_rows_and_comes_back_from_disk(tmp_path: Path, monkeypatch) -> None:
     """Guards: a shape of two sweeps is measured once, the file holds everything, head included."""
+    monkeypatch.setattr(runner, "ROUNDS", 2)
     results = run_bench(implementations=ON_CPU, sweeps=TINY, **ON_A_CPU)
     assert len(results.rows) == len(ON_CPU) * 2 and {row.status for row in results.rows} == {"ok"}
     rounds = [len(row.by_round["both_ms"]) for row in results.rows]

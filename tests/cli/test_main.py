@@ -23,7 +23,7 @@ from lingpt.common.run_folder import read_metrics
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch, tmp_path_factory) -> Path:
+def project(tmp_path, few_modules, monkeypatch, tmp_path_factory) -> Path:
     """A working folder with a small corpus, and the arguments of a run on it in `tiny.yaml`."""
     monkeypatch.chdir(tmp_path)
     cache = tmp_path_factory.getbasetemp() / "cli-cache"

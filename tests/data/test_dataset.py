@@ -116,7 +116,7 @@ def test_a_home_folder_that_there_is_not_is_a_line(config, key):
     assert key == "cache_dir" or availability(wrong).startswith(f"NOT FOUND: {path}")
 
 
-def test_text_files_to_validate_on(config, tmp_path: Path, texts):
+def test_text_files_to_validate_on(config, few_modules, tmp_path: Path, texts):
     """A file is a document, whatever is trained on."""
     (tmp_path / "val.txt").write_text(" ".join(texts(20, seed=1)))
     for source in (config.source, "embedded"):

@@ -26,8 +26,7 @@ class Rows:
         return torch.tensor([[self.start, int(i)] for i in indices], dtype=torch.int64).reshape(-1, 2)
 
 
-@pytest.mark.parametrize("batch", [2, 8])
-@pytest.mark.parametrize("weights", [[0.7, 0.3], [2, 1], [0.5, 0.3, 0.15, 0.05]])
+@pytest.mark.parametrize(("weights", "batch"), [([0.7, 0.3], 2), ([2, 1], 8), ([0.5, 0.3, 0.15, 0.05], 2)])
 def test_shares_over_1000_steps_and_every_block_of_a_source_before_one_again(weights, batch):
     """Within 0.1 % of the weights; each source in epochs of its own, as if it were alone."""
     shares = list(parse_mixture(",".join(f"s{i}*{w}" for i, w in enumerate(weights))).values())

@@ -63,7 +63,7 @@ def test_it_beats_guessing(dataset):
     assert bigram_loss(dataset) < 0.7 * math.log(dataset.tokenizer.vocab_size)
 
 
-def test_only_a_corpus_that_asks_for_it_has_a_baseline(dataset, tmp_path: Path):
+def test_only_a_corpus_that_asks_for_it_has_a_baseline(dataset, few_modules, tmp_path: Path):
     """A run reports it where it is cheap: the embedded corpus has it, files do not."""
     assert baseline_loss(dataset) is None
     embedded = prepare(DataConfig(seq_len=64, vocab_size=300, cache_dir=str(tmp_path)), progress=False)

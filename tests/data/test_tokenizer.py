@@ -203,7 +203,7 @@ def test_too_small_a_vocabulary_is_refused():
         train_bpe(["text"], 256)
 
 
-def test_the_embedded_tokenizer_is_trained_once(tmp_path: Path, monkeypatch):
+def test_the_embedded_tokenizer_is_trained_once(tmp_path: Path, few_modules, monkeypatch):
     """The second time it comes from the cache, under the same name and with the same ids."""
     first = embedded_tokenizer(300, tmp_path)
     monkeypatch.setattr("lingpt.data.tokenizer.train_bpe", lambda *_: pytest.fail("trained again"))

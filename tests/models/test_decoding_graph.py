@@ -105,24 +105,25 @@ def has_softmax(model: GPT) -> bool:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("replayed", [False, True], ids=["step", "graph"])
-def test_each_token_is_the_eager_one(small, tokens, variant, replayed, recorded):
+def test_each_token_is_the_eager_one(small, tokens, variant, recorded):
     """Every mechanism with every option: the static step as it is and as a graph replays it, from before a
     bucket's end to beyond the next one, up to a cache's last place. The states keep their tensors."""
     model = small(**variant)
     eager = prompted(model, tokens[:, :10], room=40)
-    state = copy.deepcopy(eager)
-    step, fixed = DecodingGraph(model, state), addresses(state)
-    step.captures = replayed
+    states = [copy.deepcopy(eager) for _ in range(2)]
+    steps, fixed = [DecodingGraph(model, state) for state in states], [addresses(state) for state in states]
+    steps[0].captures = False
     for n in range(10, 40):
         expected = model.next_logits(tokens[:, n : n + 1], eager)
-        torch.testing.assert_close(step(tokens[:, n : n + 1]), expected, rtol=1e-4, atol=1e-5)
-    assert addresses(state) == fixed and state.position == eager.position == 40
-    assert step.buckets == (([16, 32, 48] if has_softmax(model) else [0]) if replayed else [])
-    for x, y in zip(tensors_in(state.layers), tensors_in(eager.layers), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
-    lengths = [[getattr(layer, "length", None) for layer in s.layers] for s in (state, eager)]
-    assert lengths[0] == lengths[1]
+        for step in steps:
+            torch.testing.assert_close(step(tokens[:, n : n + 1]), expected, rtol=1e-4, atol=1e-5)
+    assert [step.buckets for step in steps] == [[], [16, 32, 48] if has_softmax(model) else [0]]
+    lengths = [getattr(layer, "length", None) for layer in eager.layers]
+    for state, places in zip(states, fixed, strict=True):
+        assert addresses(state) == places and state.position == eager.position == 40
+        for x, y in zip(tensors_in(state.layers), tensors_in(eager.layers), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+        assert [getattr(layer, "length", None) for layer in state.layers] == lengths
 
 
 @pytest.mark.slow

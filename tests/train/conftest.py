@@ -1,13 +1,16 @@
-"""A recipe that trains in a second: two layers of the demo model, short sequences of a small corpus."""
+"""A recipe that trains in half a second: a model of two small layers, short sequences of a small corpus."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets  # noqa: F401  before the tests, as its objects are then not the collector's at each training
 import pytest
 
 from lingpt.data import DataConfig
 from lingpt.models import ModelArgs
 from lingpt.train import Recipe, TrainConfig
+
+SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "intermediate_size": 128, "vocab_size": 320}
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def make_recipe(corpus: DataConfig, tmp_path: Path) -> Callable[..., Recipe]:
                 **overrides,
             }
         )
-        return Recipe(ModelArgs(name="demo", attention="ours", n_layer=2), corpus, config)
+        return Recipe(ModelArgs(name="demo", attention="ours", **SMALL), corpus, config)
 
     return make
 

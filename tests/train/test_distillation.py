@@ -80,7 +80,7 @@ def test_a_validation_is_of_the_next_token(kind, batch):
 def test_linearize(make_recipe, capsys):
     """Two runs of a quarter and three quarters of the steps; the same command again trains nothing."""
     recipe = make_recipe(max_steps=4)
-    recipe.model.attention = "softmax"
+    recipe.model = ModelArgs(name="demo", attention="softmax", n_layer=2)
     teacher = train(recipe)
     command = ["linearize", str(teacher), "--model.attention=ours", "--train.max_steps=8"]
     for _ in range(2):

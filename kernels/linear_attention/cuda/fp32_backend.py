@@ -1,8 +1,8 @@
 """The CUDA backend in fp32, an `operator.Backend`: on recurrence.cu, what tensor cores do not take.
 
-On the rows of rows.py a call is S'ᵢ = γᵢ S'ᵢ₋₁ + k'ᵢ v'ᵢᵀ, uᵢ = S'ᵢᵀ q'ᵢ. The three sums of the backward pass
-(chunkwise.py) are the same recurrence with the rows in other places: dq' from the first token to the last,
-dk' and dv' from the last to the first.
+On the rows of chunkwise.py a call is S'ᵢ = γᵢ S'ᵢ₋₁ + k'ᵢ v'ᵢᵀ, uᵢ = S'ᵢᵀ q'ᵢ. The three sums of the backward
+pass are the same recurrence with the rows in other places: dq' from the first token to the last, dk' and dv'
+from the last to the first.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import Call, InputGradients, OutputGradients, Outputs
+from lingpt.kernels.linear_attention.chunkwise import Rows, pack, per_token, unpack
 from lingpt.kernels.linear_attention.cuda import recurrence
-from lingpt.kernels.linear_attention.rows import Rows, pack, per_token, unpack
 from lingpt.kernels.numerics import LOG_ZERO, decay_gradient, to_tokens, true_fp32
 
 FALLBACK = "in fp32 without tensor cores, many times slower (docs/kernel.md)"

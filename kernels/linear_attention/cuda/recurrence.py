@@ -70,7 +70,7 @@ def build_for(arch: str, Dk: int, shared: bool) -> Build:
 
 
 def specs() -> list[KernelSpec]:
-    """The builds that `lingpt kernels` compiles ahead: decays per channel, and the rows of rows.py."""
+    """The builds that `lingpt kernels` compiles ahead: decays per channel, and the rows of chunkwise.py."""
     return [
         build_for(arch, *channels).spec
         for arch in supported_architectures()

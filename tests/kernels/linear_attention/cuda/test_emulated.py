@@ -259,7 +259,7 @@ def test_resets_in_the_only_chunk(build: Build, emulated) -> None:
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("build", AFFINE, ids=str)
+@pytest.mark.parametrize("build", [pytest.param(AFFINE[0], marks=pytest.mark.slow), AFFINE[1]], ids=str)
 def test_the_gradient_of_a_states_c_is_that_of_fp32(build: Build, emulated) -> None:
     """Guards: decays in 16 bits: two such numbers of a gate were too few in bf16. c has no other rounding."""
     emulated(build)
