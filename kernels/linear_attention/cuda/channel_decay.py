@@ -35,7 +35,7 @@ SOURCE = "channel_decay.cu"
 TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 CHUNK, SUBS = 32, 2  # tokens that a block takes at a time, and the blocks of 16 in them
 # Tokens of a segment at most: the gradient of decays is summed up within one, and so is its rounding.
-LONGEST_SEGMENT = 1024
+LONGEST_SEGMENT = 2048
 WIDTH, MOST_KEYS, MOST_VALUES = 32, 256, 512  # Dk and Dv are multiples of the first
 # (Dk, Dv) to compile ahead: of `gla`, by the width of the model, and those of heads as models have them.
 HEAD_SHAPES = ((32, 32), (32, 64), (64, 128), (96, 192), (128, 256), (256, 512), (64, 64), (128, 128))
@@ -43,7 +43,7 @@ HEAD_SHAPES = ((32, 32), (32, 64), (64, 128), (96, 192), (128, 256), (256, 512),
 _TENSORS = ("a", "b", "c", "gate", "k")  # those with strides
 PARAMS = Fields(
     dict.fromkeys(("a", "b", "c", "gate", "y", "y_rest", "k", "dq", "dq_rest", "dgate"), "P")
-    | dict.fromkeys(("ends", "S", "before", "decays", "final"), "P")
+    | dict.fromkeys(("ends", "S", "before", "decays", "final", "initial"), "P")
     | {f"{name}_{dim}": "q" for name in _TENSORS for dim in ("batch", "token", "head")}
     | dict.fromkeys(("N", "H", "segments", "segment_len", "channels"), "i")
     | {"scale": "f"}
@@ -84,15 +84,22 @@ class Build:
         """Bytes of shared memory of a block: the left form, the right form, `states`."""
         (left, right), groups = self.slices, self.groups
         gate = 4 if self.gate_tag == "float" else 2
-
-        def tile(columns: int, size: int = 2) -> int:
-            return -(-(CHUNK * (columns * size + 16) + CHUNK * 8) // 128) * 128
-
-        states = tile(self.Dk, gate) + 2 * tile(self.Dk) + 2 * tile(left) + (SUBS + 1) * self.Dk * 4
-        whole = states + 6 * tile(self.Dk) + SUBS * 16 * 48
-        scan = 2 * tile(self.Dv) + 4 * tile(right) + 2 * tile(right, gate)
+        whole = _tile(self.Dk, gate) + 8 * _tile(self.Dk) + 2 * _tile(left)
+        whole += SUBS * self.Dk * 4 + SUBS * 16 * 48
+        scan = 2 * _tile(self.Dv) + 4 * _tile(right) + 2 * _tile(right, gate)
         scan += groups * CHUNK * (right + 4) * 4 + CHUNK * 80 + (4 * SUBS + groups) * right * 4
-        return whole, scan, states
+        return whole, scan, self.stages * self.stage
+
+    @property
+    def stage(self) -> int:
+        """Bytes of shared memory that a chunk's gates, b and c take in `states`."""
+        gates = _tile(self.Dk, 4 if self.gate_tag == "float" else 2, gap=32)
+        return gates + _tile(self.Dk, gap=32) + _tile(self.slices[0], gap=32)
+
+    @property
+    def stages(self) -> int:
+        """Chunks that a block of `states` has room for: three where two such blocks fit, else two."""
+        return 3 if 2 * 3 * self.stage // 1024 < most_shared(self.arch) else 2
 
     @property
     def unsupported_reason(self) -> str | None:
@@ -104,29 +111,30 @@ class Build:
         return f"{shape} need {needed + 1} KB of shared memory a block, {self.arch} has {most}"
 
     @property
-    def threads(self) -> tuple[int, int]:
-        """Of a block of the left and of the right form."""
+    def threads(self) -> tuple[int, int, int]:
+        """Of a block of the left form, the right form, `states`."""
         left, right = self.slices
-        return 2 * left, 2 * right * self.groups
+        return 2 * left, 2 * right * self.groups, 2 * self.Dk
 
     @property
-    def blocks(self) -> tuple[int, int]:
-        """Blocks of the left and of the right form that a multiprocessor runs at once."""
+    def blocks(self) -> tuple[int, int, int]:
+        """Blocks of the left form, the right form and `states` that a multiprocessor runs at once."""
 
         def fitting(form: int, part: int) -> int:
             by_registers = 2**16 // (self.threads[form] * self.registers(part))
             by_memory = 1024 * (most_shared(self.arch) + 1) // (self.shared[form] + 1024)
             return max(1, min(4, by_registers, by_memory))
 
-        return fitting(0, self.Dk), fitting(1, self.Dv // self.groups)
+        return fitting(0, self.Dk), fitting(1, self.Dv // self.groups), fitting(2, self.slices[0])
 
     @property
     def names(self) -> dict[str, str]:
-        (left, right), (few, many) = self.slices, self.blocks
+        (left, right), (few, many, most) = self.slices, self.blocks
         types, names = f"{self.tag}, {self.gate_tag}", {}
         for mode, reverse in (("FWD", "false"), ("DV", "true")):
-            options = f"{types}, {self.Dk}, {left}, {reverse}, {few}"
-            names[mode], names[f"states {mode}"] = f"channel_left<{options}>", f"channel_states<{options}>"
+            options = f"{types}, {self.Dk}, {left}, {reverse}"
+            names[mode] = f"channel_left<{options}, {few}>"
+            names[f"states {mode}"] = f"channel_states<{options}, {self.stages}, {most}>"
             names[f"prefix {mode}"] = f"channel_prefix<{self.Dk}, {self.Dv}, {reverse}>"
         for mode, reverse in (("DQ", "false"), ("DK", "true")):
             options = f"{types}, {self.Dv}, {right}, {self.groups}, {reverse}, {many}"
@@ -157,6 +165,11 @@ def specs() -> list[KernelSpec]:
         Build(arch, "bf16", "float", Dk, Dv) for arch in supported_architectures() for Dk, Dv in HEAD_SHAPES
     )
     return [build.spec for build in builds if build.unsupported_reason is None]
+
+
+def _tile(columns: int, size: int = 2, gap: int = 64) -> int:
+    """Bytes of a Tile of channel_decay_params.cuh."""
+    return -(-(CHUNK * (columns * size + 16) + CHUNK // 8 * gap) // 128) * 128
 
 
 def _widest(channels: int, most: int) -> int:
@@ -235,16 +248,17 @@ class _Pass:
     def states(self, mode: str, initial: Tensor | None) -> Tensor:
         """The state before each segment in the direction of a mode, [B, H, segments, Dk, Dv]."""
         B, _, H, Dk = self.tensors["q"].shape
-        states = self.empty(B, H, self.segments, Dk, self.build.Dv)
-        states[:, :, 0 if mode == "FWD" else -1] = 0.0 if initial is None else initial
-        if self.segments > 1:
-            decays = self.empty(B, H, self.segments, Dk)
-            blocks = self.build.Dv // self.build.slices[0]
-            grid, threads = (self.segments - 1, B * H, blocks), self.build.threads[0]
-            addresses = dict(before=states, decays=decays)
-            self._launch(f"states {mode}", mode, grid, threads, self.build.shared[2], addresses)
-            grid = -(-Dk * self.build.Dv // 128), B * H, 1
-            self._launch(f"prefix {mode}", mode, grid, 128, 0, addresses)
+        build, states = self.build, self.empty(B, H, self.segments, Dk, self.build.Dv)
+        if self.segments == 1:
+            states[:, :, 0] = 0.0 if initial is None else initial
+            return states
+        decays = self.empty(B, H, self.segments, Dk)
+        initial = None if initial is None else initial.float().contiguous()
+        addresses = dict(before=states, decays=decays, initial=initial)
+        grid = self.segments - 1, B * H, build.Dv // build.slices[0]
+        self._launch(f"states {mode}", mode, grid, build.threads[2], build.shared[2], addresses)
+        grid = -(-Dk * build.Dv // 128), B * H, 1
+        self._launch(f"prefix {mode}", mode, grid, 128, 0, addresses)
         return states
 
     def scan(self, mode: str, states: Tensor, **addresses: Tensor | None) -> None:

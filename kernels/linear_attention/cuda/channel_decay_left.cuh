@@ -1,4 +1,4 @@
-// The scan with decays on the channels of a and b: the forward pass, dv in reverse, and the states before segments.
+// The scan with decays on the channels of a and b: the forward pass, and in reverse dv.
 //
 // In blocks of 16 tokens, with α the decays:
 //   yᵀ = Sᵀ ãᵀ + cᵀ Aᵀ,  Sᵀ ← Sᵀ diag(α_0 ⋯ α_15) + cᵀ b̃,   ã_i = a_i α_0 ⋯ α_i,  b̃_j = b_j α_{j+1} ⋯ α_15.
@@ -8,28 +8,28 @@
 // products of decays: never above 1, without cumulative sums, and exact where a decay is 0.
 //
 // A warp owns 16 of the slice's channels of c and y. Sᵀ is its accumulator and, rounded, the left operand of the first
-// product. `STATES`: computes only what the segment adds to the state.
+// product. The decay of the 16 tokens is on its columns.
 #pragma once
 #include "channel_decay_params.cuh"
 
-template <typename G, int BD, int M, bool STATES>
+template <typename G, int BD, int M>
 struct SharedLeft {  // byte offsets
   static constexpr int TILE = Tile<BD>::SIZE;
   static constexpr int GATES = 0;
   static constexpr int B = GATES + Tile<BD, Bytes<G>::N>::SIZE;
-  static constexpr int C = B + TILE;                             // two stages; y takes c's place
-  static constexpr int B_TO_END = C + 2 * Tile<M>::SIZE;         // b̃
-  static constexpr int WHOLE = B_TO_END + TILE;                  // the decay of each block of 16 tokens
-  static constexpr int A = WHOLE + (CHANNEL_SUBS + 1) * BD * 4;  // and of all before
-  static constexpr int A_FROM_START = A + TILE;                  // ã
-  static constexpr int LEVELS = A_FROM_START + TILE;             // m = 8, 4, 2, 1
-  static constexpr int SCORES = LEVELS + 4 * TILE;               // A
-  static constexpr int BYTES = STATES ? A : SCORES + CHANNEL_SUBS * 16 * 48;
+  static constexpr int C = B + TILE;                      // two stages; y takes c's place
+  static constexpr int B_TO_END = C + 2 * Tile<M>::SIZE;  // b̃
+  static constexpr int WHOLE = B_TO_END + TILE;           // the decay of each 16 tokens, see whole_at
+  static constexpr int A = WHOLE + CHANNEL_SUBS * BD * 4;
+  static constexpr int A_FROM_START = A + TILE;       // ã
+  static constexpr int LEVELS = A_FROM_START + TILE;  // m = 8, 4, 2, 1
+  static constexpr int SCORES = LEVELS + 4 * TILE;    // A
+  static constexpr int BYTES = SCORES + CHANNEL_SUBS * 16 * 48;
 };
 
-template <typename T, typename G, int BD, int M, bool REVERSE, bool STATES>
+template <typename T, typename G, int BD, int M, bool REVERSE>
 struct LeftScan {
-  using Shared = SharedLeft<G, BD, M, STATES>;
+  using Shared = SharedLeft<G, BD, M>;
   using Gates = Tile<BD, Bytes<G>::N>;
   static constexpr int WARPS = M / 16, THREADS = 32 * WARPS;
   static constexpr int SCORE_ROW = 48;  // bytes
@@ -39,160 +39,213 @@ struct LeftScan {
   char* smem;
   float state[BD / 8][4];  // Sᵀ, 8 columns each
 
-  DEVICE LeftScan(const ChannelParams& params, char* shared)
-      : p(params), block(params, shared, STATES && REVERSE ? 1 : 0), smem(shared) {}
+  DEVICE LeftScan(const ChannelParams& params, char* shared) : p(params), block(params, shared, 0), smem(shared) {}
   DEVICE int warp() const { return block.tid / 32; }
   DEVICE int slice() const { return blockIdx.z * M; }
+  // In the order of the accumulators' columns: of each 16, the four that a lane has lie together. `column` is even.
+  static DEVICE constexpr int whole_at(int column) { return column / 16 * 16 + column % 8 * 2 + column / 8 % 2 * 2; }
   DEVICE float* whole(int sub) const { return reinterpret_cast<float*>(smem + Shared::WHOLE) + sub * BD; }
 
   DEVICE void load(int row) const {
     block.template load_gates<BD, THREADS>(block.base + Shared::GATES, 0, row);
     block.template load<BD, THREADS>(block.base + Shared::B, p.b, p.strides_b, row);
-    if (!STATES) block.template load<BD, THREADS>(block.base + Shared::A, p.a, p.strides_a, row);
+    block.template load<BD, THREADS>(block.base + Shared::A, p.a, p.strides_a, row);
     u32 stage = row / CHANNEL_CHUNK % 2;
     block.template load<M, THREADS>(block.base + Shared::C + stage * Tile<M>::SIZE, p.c + slice(), p.strides_c, row);
   }
 
-  // A thread has two channels of half a block of 16 tokens; the lane 16 further has the other half.
+  // What is computed of the decays. A thread has two channels of half a block of 16 tokens; the lane 16 further has the
+  // other half. Level 1's tile has only the rows of upper halves: those of lower ones would be b's own.
   DEVICE void weigh() const {
+    constexpr int UNITS = CHANNEL_SUBS * BD;
 #pragma unroll
-    for (int unit = block.tid; unit < CHANNEL_SUBS * BD; unit += THREADS) {
-      const int sub = unit / BD, column = unit % BD / 32 * 32 + unit % 16 * 2;
-      const bool upper = unit & 16;
-      const int row = 16 * sub + 8 * upper;
-      const u32 at = block.base + Tile<BD>::at(row, column),
-                gates = block.base + Shared::GATES + Gates::at(row, column);
-      float2 alpha[8], half = make_float2(1.f, 1.f);
+    for (int n = 0; n < (UNITS + THREADS - 1) / THREADS; n++) {
+      const u32 unit = u32(block.tid) + n * THREADS;
+      if (UNITS % THREADS && unit >= UNITS) break;
+      weigh(unit / BD, unit % BD / 32 * 32 + unit % 16 * 2, unit & 16);
+    }
+  }
+  DEVICE void weigh(int sub, int column, bool upper) const {
+    const int row = 16 * sub + 8 * upper;
+    const u32 at = block.base + Tile<BD>::at(row, column), gates = block.base + Shared::GATES + Gates::at(row, column);
+    const float2 one = make_float2(1.f, 1.f);
+    float2 alpha[8], half = one;
+    u32 b[8];
 #pragma unroll
-      for (int r = 0; r < 8; r++) alpha[r] = decay(unpack_gates<G>(gates + r * Gates::ROW)), half = half * alpha[r];
-      const float2 other = swap_halves(half), one = make_float2(1.f, 1.f);
-      if (!upper) *reinterpret_cast<float2*>(whole(sub) + column) = half * other;
-      auto store = [&](int offset, int r, float2 x) {
-        st_shared_b32(at + offset + r * Tile<BD>::ROW, pack<T>(x.x, x.y));
-      };
-      auto level = [&](int m) { return Shared::LEVELS + (m == 8 ? 0 : m == 4 ? 1 : m == 2 ? 2 : 3) * Shared::TILE; };
-      float2 to_end = one, to_half[2] = {one, one};
-      const float2 after = upper ? one : other;
+    for (int r = 0; r < 8; r++) alpha[r] = unpack_gates<G>(gates + r * Gates::ROW);
 #pragma unroll
-      for (int r = 7; r >= 0; r--) {
-        const float2 b = unpack<T>(ld_shared_b32(at + Shared::B + r * Tile<BD>::ROW));
-        store(Shared::B_TO_END, r, b * (to_end * after));
-        if (!STATES) {
-          if (!upper) store(level(8), r, b * to_end);
-          if (r < 4) store(level(4), r, b * to_half[0]), to_half[0] = to_half[0] * alpha[r];
-          if (r % 4 == 1) store(level(2), r, b);
-          if (r % 4 == 0) store(level(2), r, b * alpha[r + 1]);
-          if (r % 2 == 0) store(level(1), r, b);
-        }
-        to_end = to_end * alpha[r];
-      }
-      if (STATES) continue;
-      float2 from_start = one, from_half = one;
-      const float2 before = upper ? other : one;
+    for (int r = 7; r >= 0; r--) b[r] = ld_shared_b32(at + Shared::B + r * Tile<BD>::ROW);
 #pragma unroll
-      for (int r = 0; r < 8; r++) {
-        const float2 a = unpack<T>(ld_shared_b32(at + Shared::A + r * Tile<BD>::ROW));
-        from_start = from_start * alpha[r];
-        store(Shared::A_FROM_START, r, a * (from_start * before));
-        if (upper) store(level(8), r, a * from_start);
-        if (r >= 4) from_half = from_half * alpha[r], store(level(4), r, a * from_half);
-        if (r % 4 == 2) store(level(2), r, a * alpha[r]);
-        if (r % 4 == 3) store(level(2), r, a * (alpha[r - 1] * alpha[r]));
-        if (r % 2 == 1) store(level(1), r, a * alpha[r]);
-      }
+    for (int r = 0; r < 8; r++) alpha[r] = decay(alpha[r]), half = half * alpha[r];
+    const float2 other = swap_halves(half);
+    if (!upper) *reinterpret_cast<float2*>(whole(sub) + whole_at(column)) = half * other;
+    weigh_b(at, b, alpha, upper ? one : other);
+    weigh_a(at, b, alpha, upper ? other : one, upper);
+  }
+
+  static DEVICE constexpr int level(int m) {
+    return Shared::LEVELS + (m == 8 ? 0 : m == 4 ? 1 : m == 2 ? 2 : 3) * Shared::TILE;
+  }
+  static DEVICE void store(u32 at, int r, u32 x) { st_shared_b32(at + r * Tile<BD>::ROW, x); }
+  static DEVICE u32 rounded(float2 x) { return pack<T>(x.x, x.y); }
+
+  // Eight tokens of b, then multiplied by the decays up to the eighth; `after`: those of the tokens after these in 16.
+  static DEVICE void weigh_b(u32 at, u32 (&b)[8], const float2 (&alpha)[8], float2 after) {
+    float2 to_end = make_float2(1.f, 1.f), to_half = to_end;  // to_half: to the fourth token
+#pragma unroll
+    for (int r = 7; r >= 0; r--) {
+      const float2 x = unpack<T>(b[r]), end = x * to_end;
+      store(at + Shared::B_TO_END, r, rounded(end * after));
+      if (r < 4) store(at + level(4), r, r == 3 ? b[r] : rounded(x * to_half)), to_half = to_half * alpha[r];
+      if (r % 4 == 1) store(at + level(2), r, b[r]);
+      if (r % 4 == 0) store(at + level(2), r, rounded(x * alpha[r + 1]));
+      b[r] = rounded(end);
+      to_end = to_end * alpha[r];
+    }
+  }
+  // Eight tokens of a, and all rows of level 8; `before`: the decays of the tokens before these in 16.
+  static DEVICE void weigh_a(u32 at, const u32 (&b)[8], const float2 (&alpha)[8], float2 before, bool upper) {
+    u32 a[8];
+#pragma unroll
+    for (int r = 0; r < 8; r++) a[r] = ld_shared_b32(at + Shared::A + r * Tile<BD>::ROW);
+    float2 from_start = make_float2(1.f, 1.f), from_half = from_start;  // from_half: from the fifth token
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      const float2 x = unpack<T>(a[r]);
+      from_start = from_start * alpha[r];
+      const float2 start = x * from_start;
+      store(at + Shared::A_FROM_START, r, rounded(start * before));
+      store(at + level(8), r, upper ? rounded(start) : b[r]);
+      if (r >= 4) from_half = from_half * alpha[r], store(at + level(4), r, rounded(x * from_half));
+      const u32 own = rounded(x * alpha[r]);
+      if (r % 4 == 2) store(at + level(2), r, own);
+      if (r % 4 == 3) store(at + level(2), r, rounded(x * (alpha[r - 1] * alpha[r])));
+      if (r % 2 == 1) store(at + level(1), r, own);
     }
   }
 
-  // Part 0: the diagonal and level 8; parts 1, 2, 3: levels 4, 2, 1, within eight tokens.
+  // Part 0: the diagonal and level 1, both a product with b; parts 1, 2, 3: levels 8, 4, 2.
   DEVICE void scores() const {
-    const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
 #pragma unroll 1
     for (int task = warp(); task < 4 * CHANNEL_SUBS; task += WARPS) {
-      const int sub = task / 4, part = task % 4, m = 8 >> part;
+      const int sub = task / 4, part = task % 4;
+      const u32 origin = block.base + fragment_step<BD>(sub, 0);
       u16* to = reinterpret_cast<u16*>(smem + Shared::SCORES + sub * 16 * SCORE_ROW);
-      auto store = [&](int i, int j, float x) { to[i * (SCORE_ROW / 2) + j] = u16(pack<T>(x, 0.f)); };
-      const u32 tile =
-          fragment_lanes<BD>(block.base + Shared::LEVELS + part * Shared::TILE, block.tid) + fragment_step<BD>(sub, 0);
-      float first[4] = {}, second[4] = {};
-      if (part == 0) {
-        const u32 a_tile = tile + Shared::A - Shared::LEVELS, b_tile = tile + Shared::B - Shared::LEVELS;
-        float eight[4] = {};
-#pragma unroll 2
-        for (int k = 0; k < BD / 16; k++) {
-          u32 x[4], a[4], b[4];
-          ldmatrix(x, tile + 32 * k), ldmatrix(a, a_tile + 32 * k), ldmatrix(b, b_tile + 32 * k);
-          mma<T>(eight, x[0], x[1], x[2], x[3], x[0], x[2]);
-          mma<T>(first, a[0], a[1], a[2], a[3], b[0], b[2]);
-          mma<T>(second, a[0], a[1], a[2], a[3], b[1], b[3]);
-        }
-        store(8 + g, 2 * t, eight[2]), store(8 + g, 2 * t + 1, eight[3]);
-        if (g / 2 == t) store(g, g, g % 2 ? first[1] : first[0]), store(8 + g, 8 + g, g % 2 ? second[3] : second[2]);
-      } else {
-#pragma unroll 2
-        for (int k = 0; k < BD / 16; k++) {
-          u32 x[4];
-          ldmatrix(x, tile + 32 * k);
-          mma<T>(first, x[0], x[1], x[2], x[3], x[0], x[2]);
-          mma<T>(second, x[0], x[1], x[2], x[3], x[1], x[3]);
-        }
+      if (part == 0)
+        nearest_scores(to, origin);
+      else
+        level_scores(to, origin + Shared::LEVELS + (part - 1) * Shared::TILE, 16 >> part);
+    }
+  }
+  static DEVICE void store_score(u16* to, int i, int j, float x) { to[i * (SCORE_ROW / 2) + j] = u16(pack<T>(x, 0.f)); }
+
+  // The diagonal and level 1. Only products of rows of one half, 0 … 7 or 8 … 15, are wanted: a product for each, whose
+  // left operand's rows are eight of a and the same eight of level 1's tile (of the upper of each two).
+  DEVICE void nearest_scores(u16* to, u32 origin) const {
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
+    float first[4] = {}, second[4] = {};
+    const u32 a = origin + Shared::A + Tile<BD>::at(lane % 8, lane / 16 * 8);
+    const u32 ones = origin + level(1) + Tile<BD>::at(lane % 8 | 1, lane / 16 * 8);
+    const u32 upper = lane & 8 ? ones : a, lower = (lane & 8 ? a : ones) + Tile<BD>::at(8, 0);
+    const u32 right = fragment_lanes_crosswise<BD>(origin + Shared::B, block.tid);
+#pragma unroll 4
+    for (int k = 0; k < BD / 16; k++) {
+      u32 x[4], y[4], b[4];
+      ldmatrix(x, upper + 32 * k), ldmatrix(y, lower + 32 * k), ldmatrix(b, right + 32 * k);
+      mma<T>(first, x[0], x[1], x[2], x[3], b[0], b[1]);
+      mma<T>(second, y[0], y[1], y[2], y[3], b[2], b[3]);
+    }
+    if (g / 2 == t) {
+      store_score(to, g, g, g % 2 ? first[1] : first[0]), store_score(to, 8 + g, 8 + g, g % 2 ? second[3] : second[2]);
+      if (g % 2) store_score(to, g, g - 1, first[2]), store_score(to, 8 + g, 7 + g, second[0]);
+    }
+  }
+
+  // A level's tile times its own transpose: the columns 0 … 7 and 8 … 15, of which level 8 wants the first.
+  DEVICE void level_scores(u16* to, u32 tile, int m) const {
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
+    float first[4] = {}, second[4] = {};
+    const u32 lanes = fragment_lanes<BD>(tile, block.tid);
+#pragma unroll 4
+    for (int k = 0; k < BD / 16; k++) {
+      u32 x[4];
+      ldmatrix(x, lanes + 32 * k);
+      mma<T>(first, x[0], x[1], x[2], x[3], x[0], x[2]);
+      mma<T>(second, x[0], x[1], x[2], x[3], x[1], x[3]);
+    }
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const int j = 2 * t + i, apart = g ^ j;
-          if (apart >= m && apart < 2 * m && (g & m)) store(g, j, first[i]), store(8 + g, 8 + j, second[2 + i]);
-        }
-      }
+    for (int i = 0; i < 2; i++) {
+      const int j = 2 * t + i, apart = g ^ j;
+      if (m == 8)
+        store_score(to, 8 + g, j, first[2 + i]);
+      else if (apart >= m && apart < 2 * m && (g & m))
+        store_score(to, g, j, first[i]), store_score(to, 8 + g, 8 + j, second[2 + i]);
     }
   }
 
   // One block of 16 tokens; y takes the place of c.
   DEVICE void advance(int sub, u32 c_tile) {
-    const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
-    u32 c[4];
-    const u32 own = c_tile + Tile<M>::at(16 * sub + lane % 16, 16 * warp() + lane / 16 * 8);
+    const int lane = block.tid % 32;
+    const u32 a_tile = fragment_lanes_crosswise<BD>(block.base + Shared::A_FROM_START, block.tid);
+    float y[2][4] = {};
+    u32 c[4], w[4];
+    add_state_product<T>(y, state, a_tile + fragment_step<BD>(sub, 0));
+    const u32 own = fragment_lanes_crosswise<M>(c_tile, block.tid) + fragment_step<M>(sub, warp());
     ldmatrix_trans(c, own);
-    if (!STATES) {
-      float y[2][4] = {};
-      const u32 a_tile = fragment_lanes<BD>(block.base + Shared::A_FROM_START, block.tid) + fragment_step<BD>(sub, 0);
-      add_state_product<T>(y, state, a_tile);
-      u32 w[4];
-      ldmatrix(w, block.base + Shared::SCORES + (16 * sub + lane % 16) * SCORE_ROW + lane / 16 * 16);
-      mma<T>(y[0], c[0], c[2], c[1], c[3], w[0], w[2]);
-      mma<T>(y[1], c[0], c[2], c[1], c[3], w[1], w[3]);
-      // Lanes of neighbouring channels exchange a token, so that each has two channels of one.
-      const int odd = g % 2;
+    ldmatrix(w, block.base + Shared::SCORES + (16 * sub + lane % 16) * SCORE_ROW + lane / 16 * 16);
+    mma<T>(y[0], c[0], c[1], c[2], c[3], w[0], w[2]);
+    mma<T>(y[1], c[0], c[1], c[2], c[3], w[1], w[3]);
+    put_y(y, sub, c_tile, own);
+    update_state(c, sub);
+  }
+
+  // y, by stmatrix where there is one; elsewhere lanes of neighbouring channels exchange a token, so that each has two
+  // channels of one.
+  DEVICE void put_y(const float (&y)[2][4], int sub, u32 c_tile, u32 own) const {
+#if __CUDA_ARCH__ >= 900
+    u32 rounded[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float lo = y[i / 2][i % 2 * 2] * p.scale, hi = y[i / 2][i % 2 * 2 + 1] * p.scale;
-        float got = __shfl_xor_sync(FULL_WARP, odd ? lo : hi, 4);
-        st_shared_b32(c_tile + Tile<M>::at(16 * sub + i / 2 * 8 + 2 * t + odd, 16 * warp() + i % 2 * 8 + g - odd),
-                      odd ? pack<T>(got, hi) : pack<T>(lo, got));
-      }
+    for (int i = 0; i < 4; i++) rounded[i] = pack<T>(y[i / 2][i % 2 * 2] * p.scale, y[i / 2][i % 2 * 2 + 1] * p.scale);
+    stmatrix_trans(own, rounded[0], rounded[1], rounded[2], rounded[3]);
+#else
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4, odd = g % 2;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float lo = y[i / 2][i % 2 * 2] * p.scale, hi = y[i / 2][i % 2 * 2 + 1] * p.scale;
+      float got = __shfl_xor_sync(FULL_WARP, odd ? lo : hi, 4);
+      st_shared_b32(c_tile + Tile<M>::at(16 * sub + i / 2 * 8 + 2 * t + odd, 16 * warp() + i % 2 * 8 + g - odd),
+                    odd ? pack<T>(got, hi) : pack<T>(lo, got));
     }
+#endif
+  }
+
+  DEVICE void update_state(const u32 (&c)[4], int sub) {
     const u32 b_tile = fragment_lanes<BD>(block.base + Shared::B_TO_END, block.tid) + fragment_step<BD>(sub, 0);
+    const float* decays = whole(sub) + block.tid % 4 * 4;
 #pragma unroll
     for (int k = 0; k < BD / 16; k++) {
       u32 b[4];
       ldmatrix_trans(b, b_tile + 32 * k);
+      const float4 both = *reinterpret_cast<const float4*>(decays + 16 * k);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
+        const float2 w = i ? make_float2(both.z, both.w) : make_float2(both.x, both.y);
         float (&s)[4] = state[2 * k + i];
-        const float2 w = ld_shared_float2(whole(sub) + 16 * k + 8 * i + 2 * t);
         s[0] *= w.x, s[1] *= w.y, s[2] *= w.x, s[3] *= w.y;
-        mma<T>(s, c[0], c[2], c[1], c[3], b[2 * i], b[2 * i + 1]);
+        mma<T>(s, c[0], c[1], c[2], c[3], b[2 * i], b[2 * i + 1]);
       }
     }
   }
 
   DEVICE void store_y(int row) const {
-    const u32 tile = block.base + Shared::C + row / CHANNEL_CHUNK % 2 * Tile<M>::SIZE;
-    const int V = p.channels;
+    constexpr int PIECES = M / 8, ROWS = THREADS / PIECES;
+    const int r0 = u32(block.tid) / PIECES, column = u32(block.tid) % PIECES * 8, V = p.channels;
+    const u32 tile = block.base + Shared::C + row / CHANNEL_CHUNK % 2 * Tile<M>::SIZE + Tile<M>::at(r0, column);
+    const i64 token = (i64(block.batch) * p.N + block.token(row + r0)) * p.H + block.head;
+    const i64 at = token * V + slice() + column, step = block.step(i64(p.H) * V);
 #pragma unroll
-    for (int i = block.tid; i < CHANNEL_CHUNK * M / 8; i += THREADS) {
-      const int r = i / (M / 8), column = i % (M / 8) * 8;
-      if (row + r >= block.length) continue;
-      const i64 at = (i64(block.batch) * p.N + block.token(row + r)) * p.H + block.head;
-      st_global_v4(p.y + at * V + slice() + column, ld_shared_v4(tile + Tile<M>::at(r, column)));
-    }
+    for (int r = 0; r < CHANNEL_CHUNK; r += ROWS)  // ROWS is 16: at() is a sum
+      if (row + r0 + r < block.length) st_global_v4(p.y + at + r * step, ld_shared_v4(tile + Tile<M>::at(r, 0)));
   }
 
   // This lane's part of a state [Dk, Dv], 2 by 2 of its numbers at a time.
@@ -205,41 +258,25 @@ struct LeftScan {
 #pragma unroll
       for (int i = 0; i < 4; i++) visit(state[n][i], from[(8 * n + i % 2) * V + i / 2 * 8]);
   }
-  DEVICE float* state_of(float* states, int segment) const {
-    return states + (block.bh() * p.segments + segment) * (i64(BD) * p.channels);
-  }
 
   DEVICE void run() {
-    if constexpr (STATES) {
-#pragma unroll
-      for (int n = 0; n < BD / 8; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) state[n][i] = 0.f;
-    } else {
-      each_of_state(state_of(p.before, block.segment), [](float& s, float& S) { s = S; });
-    }
-    if (!STATES)  // A is 0 above the diagonal
-      for (int i = block.tid; i < CHANNEL_SUBS * 16 * SCORE_ROW / 4; i += THREADS)
-        st_shared_b32(block.base + Shared::SCORES + 4 * i, 0);
-    if (STATES)
-      for (int i = block.tid; i < BD; i += THREADS) whole(CHANNEL_SUBS)[i] = 1.f;
+    const i64 numbers = i64(BD) * p.channels;
+    each_of_state(p.before + (block.bh() * p.segments + block.segment) * numbers, [](float& s, float& S) { s = S; });
+    for (int i = block.tid; i < CHANNEL_SUBS * 16 * SCORE_ROW / 4; i += THREADS)  // A is 0 above the diagonal
+      st_shared_b32(block.base + Shared::SCORES + 4 * i, 0);
     load(0);
     copy_async_commit();
 #pragma unroll 1
     for (int row = 0; row < block.length; row += CHANNEL_CHUNK) {
       copy_async_wait<0>();
       __syncthreads();
-      if (!STATES && row) store_y(row - CHANNEL_CHUNK);
+      if (row) store_y(row - CHANNEL_CHUNK);
       block.recompute_addresses();
       weigh();
       __syncthreads();
       block.recompute_addresses();
-      if (!STATES) {
-        scores();
-        __syncthreads();
-      } else {
-        for (int i = block.tid; i < BD; i += THREADS) whole(CHANNEL_SUBS)[i] *= whole(0)[i] * whole(1)[i];
-      }
+      scores();
+      __syncthreads();
       if (row + CHANNEL_CHUNK < block.length) load(row + CHANNEL_CHUNK);
       copy_async_commit();
       block.recompute_addresses();
@@ -247,17 +284,8 @@ struct LeftScan {
 #pragma unroll 1
       for (int sub = 0; sub < CHANNEL_SUBS; sub++) advance(sub, c_tile);
     }
-    if (STATES) {
-      each_of_state(state_of(p.before, block.segment + (REVERSE ? -1 : 1)), [](float& s, float& S) { S = s; });
-      __syncthreads();
-      float* to = p.decays + (block.bh() * p.segments + block.segment) * BD;
-      if (blockIdx.z == 0)
-        for (int i = block.tid; i < BD; i += THREADS) to[i] = whole(CHANNEL_SUBS)[i];
-    } else {
-      __syncthreads();
-      store_y((block.length - 1) / CHANNEL_CHUNK * CHANNEL_CHUNK);
-      if (p.final && block.is_last())
-        each_of_state(p.final + block.bh() * (i64(BD) * p.channels), [](float& s, float& S) { S = s; });
-    }
+    __syncthreads();
+    store_y((block.length - 1) / CHANNEL_CHUNK * CHANNEL_CHUNK);
+    if (p.final && block.is_last()) each_of_state(p.final + block.bh() * numbers, [](float& s, float& S) { S = s; });
   }
 };

@@ -27,6 +27,7 @@ struct ChannelParams {
   // The state before each segment (in reverse: from those after it), [B, H, segments, Dk, Dv]; `states` writes what a
   // segment adds, and its decay [B, H, segments, Dk]; `final`: the state behind the last segment, or null
   float *before, *decays, *final;
+  const float* initial;  // prefix: the state before the scan [B, H, Dk, Dv], or null: 0
   ChannelStrides strides_a, strides_b, strides_c, strides_gate, strides_k;
   int N, H, segments, segment_len;
   int channels;  // of c and y
@@ -37,14 +38,17 @@ static_assert(sizeof(ChannelParams) == CHANNEL_PARAMS_BYTES, "PARAMS of channel_
 constexpr int CHANNEL_CHUNK = 32;  // tokens that a block takes at a time, in blocks of 16
 constexpr int CHANNEL_SUBS = CHANNEL_CHUNK / 16;
 
-// A tile: rows of COLUMNS 16-bit numbers (gates: of BYTES each). The gaps spread the rows that ldmatrix reads at once,
-// and two rows eight apart, over all banks.
-template <int COLUMNS, int BYTES = 2>
+// A tile: rows of COLUMNS 16-bit numbers (gates: of BYTES each). The gaps after each eight rows spread the rows that
+// ldmatrix reads at once, and two rows eight apart, over all banks.
+template <int COLUMNS, int BYTES = 2, int GAP = 64>
 struct Tile {
-  static constexpr int ROW = COLUMNS * BYTES + 16;
-  static DEVICE constexpr int at(int row, int column) { return row * ROW + row / 8 * 64 + column * BYTES; }
-  static constexpr int SIZE = (CHANNEL_CHUNK * ROW + CHANNEL_CHUNK / 8 * 64 + 127) / 128 * 128;
+  static constexpr int ROW = COLUMNS * BYTES + 16, GAP_BYTES = GAP;
+  static DEVICE constexpr int at(int row, int column) { return row * ROW + row / 8 * GAP + column * BYTES; }
+  static constexpr int SIZE = (CHANNEL_CHUNK * ROW + CHANNEL_CHUNK / 8 * GAP + 127) / 128 * 128;
 };
+// One whose gaps spread two rows of each eight (SegmentStates::lanes).
+template <int COLUMNS, int BYTES = 2>
+using SpreadTile = Tile<COLUMNS, BYTES, 32>;
 
 // Log decays in fp32 or 16 bits.
 template <typename G>
@@ -101,50 +105,70 @@ struct ChannelBlock {
     return x + batch * s.batch + head * s.head;
   }
 
-  // Copies COLUMNS columns of CHANNEL_CHUNK rows to a tile; rows past the segment's end are zeros.
-  template <int COLUMNS, int THREADS>
-  DEVICE void load(u32 tile, const u16* x, const ChannelStrides& s, int row) const {
-    constexpr int PIECES = COLUMNS / 8;
-    const u16* from = start(x, s);
+  // Elements from a row to the next one of a tensor with so many between two tokens.
+  DEVICE i64 step(i64 token_stride) const { return REVERSE ? -token_stride : token_stride; }
+
+  // Copies rows of PIECES 16-byte pieces, `row_bytes` apart, to a tile; those before `first` or from `rows` on are zeros.
+  // A thread's copies are at one column, where PIECES divide THREADS, and their rows, less the first, are constants.
+  template <int PIECES, int THREADS, typename TILE>
+  DEVICE void copy(u32 tile, const char* from, i64 row_bytes, int first, int rows) const {
+    constexpr int COPIES = (CHANNEL_CHUNK * PIECES + THREADS - 1) / THREADS;
+    constexpr bool ALIGNED = THREADS % PIECES == 0, EIGHTS = ALIGNED && THREADS / PIECES % 8 == 0;
+    const u32 r0 = u32(tid) / PIECES, piece0 = u32(tid) % PIECES;
+    from += r0 * row_bytes + 16 * piece0, tile += TILE::ROW * r0 + 16 * piece0;
 #pragma unroll
-    for (int i = tid; i < CHANNEL_CHUNK * PIECES; i += THREADS) {
-      int r = i / PIECES, piece = i % PIECES;
-      bool ok = row + r < length;
-      copy_async_16(tile + Tile<COLUMNS>::at(r, 8 * piece), from + (ok ? token(row + r) * s.token : 0) + 8 * piece, ok);
+    for (int n = 0; n < COPIES; n++) {
+      const u32 i = u32(tid) + n * THREADS;
+      const int r = ALIGNED ? r0 + n * (THREADS / PIECES) : i / PIECES;
+      if (CHANNEL_CHUNK * PIECES % THREADS && r >= CHANNEL_CHUNK) break;
+      const int rows_on = ALIGNED ? n * (THREADS / PIECES) : r - int(r0);
+      const int bytes_on = ALIGNED ? 0 : 16 * int(i % PIECES - piece0);
+      const int gaps = EIGHTS ? int(r0 / 8) + rows_on / 8 : r / 8;
+      copy_async_16(tile + rows_on * TILE::ROW + gaps * TILE::GAP_BYTES + bytes_on,
+                    from + rows_on * row_bytes + bytes_on, r >= first && r < rows);
     }
   }
+  // COLUMNS columns of CHANNEL_CHUNK rows; rows past the segment's end are zeros.
+  template <int COLUMNS, int THREADS, typename TILE = Tile<COLUMNS>>
+  DEVICE void load(u32 tile, const u16* x, const ChannelStrides& s, int row) const {
+    const u16* from = start(x, s) + token(row) * s.token;
+    copy<COLUMNS / 8, THREADS, TILE>(tile, reinterpret_cast<const char*>(from), 2 * step(s.token), 0, length - row);
+  }
   // The same of gates. A row's decay is what its state before is multiplied by: in reverse that of the token after it.
-  template <int COLUMNS, int THREADS>
+  template <int COLUMNS, int THREADS, typename TILE = Tile<COLUMNS, Bytes<G>::N>>
   DEVICE void load_gates(u32 tile, int column, int row) const {
-    constexpr int BYTES = Bytes<G>::N, PIECES = COLUMNS * BYTES / 16;
+    constexpr int BYTES = Bytes<G>::N;
     const ChannelStrides& s = p.strides_gate;
-    const char* from = reinterpret_cast<const char*>(p.gate) + (batch * s.batch + head * s.head + column) * BYTES;
-#pragma unroll
-    for (int i = tid; i < CHANNEL_CHUNK * PIECES; i += THREADS) {
-      int r = i / PIECES, piece = i % PIECES, at = token(row + r) + (REVERSE ? 1 : 0);
-      bool ok = row + r < length && at < p.N;
-      copy_async_16(tile + Tile<COLUMNS, BYTES>::at(r, 16 / BYTES * piece),
-                    from + (ok ? at * s.token * BYTES : 0) + 16 * piece, ok);
-    }
+    const int at = token(row) + (REVERSE ? 1 : 0);
+    const char* from =
+        reinterpret_cast<const char*>(p.gate) + (batch * s.batch + head * s.head + at * s.token + column) * BYTES;
+    copy<COLUMNS * BYTES / 16, THREADS, TILE>(tile, from, BYTES * step(s.token), REVERSE && at >= p.N, length - row);
   }
 };
 
-// Fragments of a tile. `lanes` is the address of lane % 16's row, and of eight columns further for the upper lanes.
+// Fragments of a tile, r[0] … r[3]. This is the address of lane % 16's row, and of eight columns further for the upper
+// lanes. As it is: the left operand; as the transposed right one r[0], r[2] are the first eight rows and r[1], r[3] the
+// others. Transposed: r[0], r[1] are the right operand's first eight columns, r[2], r[3] the others.
 template <int COLUMNS>
 DEVICE u32 fragment_lanes(u32 tile, u32 tid) {
   u32 lane = tid % 32;
   return tile + Tile<COLUMNS>::at(lane % 16, lane / 16 * 8);
 }
-// Rows 16s … 16s+15, columns 16k … 16k+15. As it is: the left operand; as the transposed right one r[0], r[2] are the
-// first eight rows and r[1], r[3] the others. Transposed: r[0], r[1] are the right operand's first eight columns, r[2],
-// r[3] the others; r[0], r[2], r[1], r[3] is the transposed left one.
+// The same with r[1] and r[2] exchanged, so that mma, which wants neighbouring registers, has them without moves. As it
+// is: the transposed right operand's first eight rows are r[0], r[1], and r[2], r[3] the others. Transposed: the left one.
+template <int COLUMNS>
+DEVICE u32 fragment_lanes_crosswise(u32 tile, u32 tid) {
+  u32 lane = tid % 32;
+  return tile + Tile<COLUMNS>::at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
+}
+// How much further those of rows 16s … 16s+15, columns 16k … 16k+15 are.
 template <int COLUMNS>
 DEVICE constexpr int fragment_step(int s, int k) {
   return Tile<COLUMNS>::at(16 * s, 16 * k);
 }
 
 // Adds the product of a warp's 16 rows of the state, in accumulators of eight columns each and here rounded, with a's
-// 16 tokens, whose fragments begin at a_tile: y[0] has the first eight tokens, y[1] the others.
+// 16 tokens, whose crosswise fragments begin at a_tile: y[0] has the first eight tokens, y[1] the others.
 template <typename T, int COLUMN_BLOCKS>
 DEVICE void add_state_product(float (&y)[2][4], const float (&state)[COLUMN_BLOCKS][4], u32 a_tile) {
 #pragma unroll
@@ -154,7 +178,7 @@ DEVICE void add_state_product(float (&y)[2][4], const float (&state)[COLUMN_BLOC
     const float (&s)[4] = state[2 * k], (&s2)[4] = state[2 * k + 1];
     const u32 x0 = pack<T>(s[0], s[1]), x1 = pack<T>(s[2], s[3]), x2 = pack<T>(s2[0], s2[1]),
               x3 = pack<T>(s2[2], s2[3]);
-    mma<T>(y[0], x0, x1, x2, x3, a[0], a[2]);
-    mma<T>(y[1], x0, x1, x2, x3, a[1], a[3]);
+    mma<T>(y[0], x0, x1, x2, x3, a[0], a[1]);
+    mma<T>(y[1], x0, x1, x2, x3, a[2], a[3]);
   }
 }

@@ -117,9 +117,8 @@ struct RightScan {
     const int lane = block.tid % 32, g = lane / 4, t = lane % 4, own = 16 * warp();
     const int part = group() * PART;
     float y[2][4] = {};
-    const u32 a_tile = fragment_lanes<BD>(block.base + Shared::A, block.tid) + Tile<BD>::at(16 * sub, part);
+    const u32 a_tile = fragment_lanes_crosswise<BD>(block.base + Shared::A, block.tid) + Tile<BD>::at(16 * sub, part);
     add_state_product<T>(y, state, a_tile);
-    const u32 slice_lanes = Tile<M>::at(16 * sub + lane % 16, own + lane / 16 * 8);
     const float* half = floats(Shared::HALF) + sub * M + own + g;
     y[1][0] *= half[0], y[1][1] *= half[0], y[1][2] *= half[8], y[1][3] *= half[8];
     if (group() == 0) {
@@ -134,7 +133,8 @@ struct RightScan {
     for (int i = 0; i < 2; i++, to += 8 * Y_ROW)
       to[0] = y[i][0], to[Y_ROW] = y[i][1], to[8] = y[i][2], to[Y_ROW + 8] = y[i][3];
     u32 c[4];
-    ldmatrix_trans(c, block.base + Shared::C_TO_END + slice_lanes);
+    ldmatrix_trans(c,
+                   fragment_lanes_crosswise<M>(block.base + Shared::C_TO_END, block.tid) + Tile<M>::at(16 * sub, own));
     const float* whole = floats(Shared::WHOLE) + sub * M + own + g;
     const float first = whole[0], second = whole[8];
     const u32 b_tile = fragment_lanes<BD>(block.base + Shared::B, block.tid) + Tile<BD>::at(16 * sub, part);
@@ -146,12 +146,13 @@ struct RightScan {
       for (int i = 0; i < 2; i++) {
         float (&s)[4] = state[2 * k + i];
         s[0] *= first, s[1] *= first, s[2] *= second, s[3] *= second;
-        mma<T>(s, c[0], c[2], c[1], c[3], b[2 * i], b[2 * i + 1]);
+        mma<T>(s, c[0], c[1], c[2], c[3], b[2 * i], b[2 * i + 1]);
       }
     }
   }
 
-  // Element [token, head, column] of a contiguous tensor [B, N, H, Dk].
+  // Element [token, head, column] of a contiguous tensor [B, N, H, Dk], and how many it is to the next row.
+  DEVICE i64 row_step() const { return block.step(i64(p.H) * p.channels); }
   DEVICE i64 element(int row, int column) const {
     return ((i64(block.batch) * p.N + block.token(row)) * p.H + block.head) * p.channels + slice() + column;
   }
@@ -165,6 +166,7 @@ struct RightScan {
     float* before = floats(Shared::Y) + u.row * Y_ROW + u.column;
     const float* scores = floats(Shared::SCORES) + u.row * SCORE_ROW + 8 * u.upper;
     float2 from_start = make_float2(1.f, 1.f), c[8];
+    const i64 start = element(chunk + u.row, u.column), step = row_step();
 #pragma unroll
     for (int r = 0; r < 8; r++) {
       const float2 alpha = decay(unpack_gates<G>(gates + r * Gates::ROW));
@@ -182,7 +184,7 @@ struct RightScan {
       y = (y + c[r] * w[r]) * p.scale;
       if (REVERSE) *reinterpret_cast<float2*>(before + r * Y_ROW) = y;
       if (chunk + u.row + r < block.length) {
-        const i64 at = element(chunk + u.row + r, u.column);
+        const i64 at = start + r * step;
         const u32 rounded = pack<T>(y.x, y.y);
         *reinterpret_cast<u32*>(p.y + at) = rounded;
         if (!REVERSE) {
@@ -198,13 +200,16 @@ struct RightScan {
     const Unit u(block.tid);
     if (!u.exists) return;
     u32 k[8], dq[8], dq_rest[8];  // first of all: each load would be waited for at the next asm volatile
+    const i64 first = element(chunk + u.row, u.column), step = row_step(), k_step = block.step(p.strides_k.token);
+    const u16* k_first =
+        block.start(p.k, p.strides_k) + block.token(chunk + u.row) * p.strides_k.token + slice() + u.column;
+    const int most = block.length - 1 - chunk - u.row;  // of rows past the end q and y are 0
 #pragma unroll
     for (int r = 0; r < 8; r++) {
-      const int row = min(chunk + u.row + r, block.length - 1);  // of rows past the end q and y are 0
-      const i64 at = element(row, u.column), k_at = block.token(row) * p.strides_k.token + slice() + u.column;
-      k[r] = *reinterpret_cast<const u32*>(block.start(p.k, p.strides_k) + k_at);
-      dq[r] = *reinterpret_cast<const u32*>(p.dq + at);
-      dq_rest[r] = *reinterpret_cast<const u32*>(p.dq_rest + at);
+      const int on = min(r, most);
+      k[r] = *reinterpret_cast<const u32*>(k_first + on * k_step);
+      dq[r] = *reinterpret_cast<const u32*>(p.dq + first + on * step);
+      dq_rest[r] = *reinterpret_cast<const u32*>(p.dq_rest + first + on * step);
     }
     float* y = floats(Shared::Y) + u.row * Y_ROW + u.column;
     float2 sum = make_float2(0.f, 0.f);
@@ -224,6 +229,7 @@ struct RightScan {
     if (!u.exists) return;
     const float* dG = floats(Shared::Y) + u.row * Y_ROW + u.column;
     float2 before = later;
+    const i64 start = element(chunk + u.row, u.column), step = row_step();
 #pragma unroll
     for (int i = 0; i < 2 * CHANNEL_SUBS; i++) {
       const float2 total = ld_shared_float2(floats(Shared::TOTALS) + i * M + u.column);
@@ -232,9 +238,8 @@ struct RightScan {
     }
 #pragma unroll
     for (int r = 0; r < 8; r++) {
-      const int row = chunk + u.row + r;
-      if (row >= block.length) break;
-      store_gate(element(row, u.column), before + ld_shared_float2(dG + r * Y_ROW));
+      if (chunk + u.row + r >= block.length) break;
+      store_gate(start + r * step, before + ld_shared_float2(dG + r * Y_ROW));
     }
   }
   DEVICE void store_gate(i64 at, float2 x) const;
