@@ -18,6 +18,8 @@ from lingpt.kernels.linear_attention.cuda import (
     fp32_backend,
     padded_backend,
     recurrence,
+    tf32,
+    tf32_passes,
 )
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 from lingpt.tests import oracles
@@ -35,17 +37,22 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def emulated(monkeypatch: pytest.MonkeyPatch):
     """backend="cuda" is the one in fp32, on CPU tensors, in segments of eight tokens."""
     monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
-    monkeypatch.setattr(recurrence, "card", lambda device: ("sm_80", 108))
-    monkeypatch.setattr(recurrence, "raw_stream", lambda device: 0)
-    monkeypatch.setattr(recurrence, "current_device", lambda device: contextlib.nullcontext())
+    for kernels in (recurrence, tf32):
+        monkeypatch.setattr(kernels, "card", lambda device: ("sm_80", 108))
+        monkeypatch.setattr(kernels, "raw_stream", lambda device: 0)
+        kernels.build_for.cache_clear()
+    for module in (recurrence, fp32_backend):
+        monkeypatch.setattr(module, "current_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(recurrence, "unsupported_reason", lambda q, Dv: None)
+    monkeypatch.setattr(tf32, "segmentation", lambda N, blocks, slots, chunk: (-(-N // chunk), chunk))
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(tf32_passes, name, watched(getattr(tf32_passes, name)))
     monkeypatch.setattr(recurrence, "segmentation", lambda N, *_: (-(-N // 8), 8))
     monkeypatch.setattr(recurrence, "forward", watched(recurrence.forward))
     monkeypatch.setattr(operator, "cuda_backends", lambda: (fp32_backend,))
-    recurrence.build_for.cache_clear()
     yield
     monkeypatch.undo()
-    recurrence.build_for.cache_clear()
+    recurrence.build_for.cache_clear(), tf32.build_for.cache_clear()
 
 
 def options_of(kind: str, B: int, N: int, H: int, D: int, device: str = "cpu") -> dict:
