@@ -41,12 +41,10 @@ class _Inputs(NamedTuple):
             q, k = (rotate(x, call.cos, call.sin) for x in (q, k))
         q, k, v = (aligned(x) for x in (q, k, v))
         if stats is None:
-            stats = sums.empty(3, B, H, N)
-            for x, norm in ((q, stats[1]), (k, stats[2])):
-                if call.normalize_qk:
-                    sums.rows("norms", {"x": x}, {"dot": norm})
-                else:
-                    norm.fill_(1.0)
+            filled = call.normalize and call.normalize_qk
+            stats = sums.empty(3, B, H, N) if filled else q.new_ones(3, B, H, N)
+            for x, norm in ((q, stats[1]), (k, stats[2])) if call.normalize_qk else ():
+                sums.rows("norms", {"x": x}, {"dot": norm})
         q_r, k_r = stats[1:].transpose(2, 3)
         a, b = (per_head(x, 3, 2, torch.float32) for x in (call.constant, call.coefficient))
         q_factor = PerToken(q_r * b) if isinstance(b, Tensor) else PerToken(q_r, b)
