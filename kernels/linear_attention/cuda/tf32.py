@@ -94,7 +94,7 @@ class Build:
         scores = self.chunk // 16 * 16 * 20 * 4
         scan = both + 2 * self.chunk * row * 4 + scores + self.D * 4
         states = both + row * 4 + 16 * 20 * 4 + self.D * 4
-        return tuple(-(-x // 16) * 16 + 2 * tokens for x in (scan, states))  # type: ignore[return-value]
+        return tuple(-(-x // 16) * 16 + 2 * tokens + 32 for x in (scan, states))  # type: ignore[return-value]
 
     @property
     def blocks(self) -> int:

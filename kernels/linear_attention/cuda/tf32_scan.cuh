@@ -48,14 +48,15 @@ struct Tf32Params {
 };
 static_assert(sizeof(Tf32Params) == TF32_PARAMS_BYTES, "PARAMS of tf32.py");
 
-// N numbers of a fragment, each the sum of two in TF32.
+// N numbers of a fragment, each the sum of two in TF32. Of left operands `hi` is the nearest; right ones are more and
+// are cut off: one of the two rounded is enough for a lo·lo, which is left out, without a bias.
 template <int N>
 struct Split {
   u32 hi[N], lo[N];
   DEVICE explicit Split(const float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      hi[i] = (__float_as_uint(x[i]) + 0x1000) & 0xffffe000u;  // to nearest, so that products have no bias
+      hi[i] = (__float_as_uint(x[i]) + (N == 4 ? 0x1000 : 0)) & 0xffffe000u;
       lo[i] = __float_as_uint(x[i] - __uint_as_float(hi[i]));
     }
   }
@@ -85,33 +86,47 @@ struct Tf32Scan {
     float a[STATES ? 1 : 2][STATES ? 1 : CHUNK][ROW], b[2][CHUNK][ROW], c[2][CHUNK][C_ROW];
     float scores[STATES ? 1 : SUBS][16][SCORE_ROW], Z[D];
     Tokens tokens[2];
+    const float* of_head[4];  // a, b, c and y: in registers they would be recomputed for each chunk
   };
 
   const Tf32Params& p;
   Shared& shared;
   const int bh = blockIdx.y, first = blockIdx.x * M;  // channel of c and y
   const int begin = blockIdx.z * p.segment_len, end = min(begin + p.segment_len, p.N);
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+  int tid = threadIdx.x, warp, lane, g, t;
   float state[D / 8][4], R[2];  // Sᵀ, 8 columns each; R of the channels of its rows
   float count;                  // of the additional warp
   double segment_log = 0;
 
-  DEVICE Tf32Scan(const Tf32Params& params, Shared& memory) : p(params), shared(memory) {}
+  DEVICE Tf32Scan(const Tf32Params& params, Shared& memory) : p(params), shared(memory) { recompute_lane(); }
+  // Called between the phases of a chunk, which then recompute their addresses: kept, they would spill.
+  DEVICE void recompute_lane() {
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+    warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+  }
 
-  template <int COLUMNS, int STRIDE>
-  DEVICE void load(float (&tile)[CHUNK][STRIDE], const Tf32Operand& from, int channel, int row) const {
-    const float* x = from.x + bh / p.H * from.batch + bh % p.H * from.head + channel;
+  // Calls use(row, column) for this thread's groups of four columns of a tile.
+  template <int COLUMNS, typename F>
+  DEVICE void each_four(F use) const {
+    constexpr int FOURS = COLUMNS / 4, STEP = THREADS / FOURS;
+    const int column = tid % FOURS * 4, r = tid / FOURS;
+    if (r >= STEP) return;
 #pragma unroll
-    for (int i = tid; i < CHUNK * COLUMNS / 4; i += THREADS) {
-      const int r = i / (COLUMNS / 4), column = i % (COLUMNS / 4) * 4;
+    for (int from = 0; from < CHUNK; from += STEP)
+      if (from + STEP <= CHUNK || from + r < CHUNK) use(from + r, column);
+  }
+  template <int COLUMNS, int STRIDE>
+  DEVICE void load(float (&tile)[CHUNK][STRIDE], const float* x, i64 token, int channel, int row) const {
+    x += row * token + channel;
+    each_four<COLUMNS>([&](int r, int column) {
       const bool ok = row + r < end && channel + column < D;
-      copy_async_16(shared_address(&tile[r][column]), x + (ok ? (row + r) * from.token + column : 0), ok);
-    }
+      copy_async_16(shared_address(&tile[r][column]), ok ? x + r * int(token) + column : x, ok);
+    });
   }
   DEVICE void load(int row, int stage) const {
-    if constexpr (!STATES) load<D>(shared.a[stage], p.a, 0, row);
-    load<D>(shared.b[stage], p.b, 0, row);
-    load<M>(shared.c[stage], p.c, first, row);
+    if constexpr (!STATES) load<D>(shared.a[stage], shared.of_head[0], p.a.token, 0, row);
+    load<D>(shared.b[stage], shared.of_head[1], p.b.token, 0, row);
+    load<M>(shared.c[stage], shared.of_head[2], p.c.token, first, row);
     copy_async_commit();
   }
 
@@ -218,7 +233,7 @@ struct Tf32Scan {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float2 a = pair(&shared.a[stage][row + 8 * i + g][8 * n + 2 * t]);
-        mma(sum[i], rest[i], left, Split<2>({a.x, a.y}));
+        mma(sum[i], D > 128 ? sum[i] : rest[i], left, Split<2>({a.x, a.y}));  // else there are not enough registers
       }
     }
 #pragma unroll
@@ -283,16 +298,15 @@ struct Tf32Scan {
   }
 
   DEVICE void store_y(int row, int stage) const {
-    float* y = p.y + bh / p.H * p.y_batch + bh % p.H * p.y_head + first;
-#pragma unroll
-    for (int i = tid; i < CHUNK * M / 4; i += THREADS) {
-      const int r = i / (M / 4), column = i % (M / 4) * 4;
-      if (row + r >= end || first + column >= D) continue;
+    float* y = const_cast<float*>(shared.of_head[3]) + row * p.y_token + first;
+    const int token = p.y_token;
+    each_four<M>([&](int r, int column) {
+      if (row + r >= end || first + column >= D) return;
       float4 x = four(&shared.c[stage][r][column]);
       const float scale = shared.tokens[stage].scale[r];
       x.x *= scale, x.y *= scale, x.z *= scale, x.w *= scale;
-      *reinterpret_cast<float4*>(y + (row + r) * p.y_token + column) = x;
-    }
+      *reinterpret_cast<float4*>(y + r * token + column) = x;
+    });
   }
 
   // This thread's part of a state: visit(its number, where it is).
@@ -322,6 +336,13 @@ struct Tf32Scan {
   DEVICE void run() {
     const i64 size = (D + 1) * (D + 1);
     float* S = p.states + (i64(blockIdx.z) * gridDim.y + bh) * size;
+    if (tid == 0) {
+      const int batch = bh / p.H, head = bh % p.H;
+      auto of_head = [&](const auto& x) { return x.x + batch * x.batch + head * x.head; };
+      shared.of_head[0] = of_head(p.a), shared.of_head[1] = of_head(p.b), shared.of_head[2] = of_head(p.c);
+      shared.of_head[3] = p.y + batch * p.y_batch + head * p.y_head;
+    }
+    __syncthreads();
     if (warp == WARPS) prepare(begin, shared.tokens[0]);
     load(begin, 0);
 #pragma unroll
@@ -340,12 +361,14 @@ struct Tf32Scan {
     for (int row = begin; row < end; row += CHUNK, stage ^= 1) {
       copy_async_wait<0>();
       __syncthreads();
+      recompute_lane();
       if constexpr (!STATES) {
         if (row > begin) store_y(row - CHUNK, stage ^ 1);
         if (warp < WARPS) scores(stage);
         __syncthreads();
       }
       if (row + CHUNK < end) load(row + CHUNK, stage ^ 1);
+      recompute_lane();
       if (warp < WARPS) {
 #pragma unroll 1
         for (int sub = 0; sub < SUBS; sub++) advance(stage, sub);
