@@ -147,7 +147,7 @@ def _shared_variable(statement: str) -> Variable | None:
 
 
 def immediate_bits(text: str, width: int) -> int:
-    """A PTX number as the raw bits of `width` bytes; `0f…` are the bits of an fp32 number, `0d…` of an fp64 one."""
+    """A PTX number as the raw bits of `width` bytes; `0f…` and `0d…` are those of an fp32 or fp64 number."""
     size = {"0f": 4, "0d": 8}.get(text[:2].lower())
     if size is None:
         return int(text.rstrip("U"), 0) & ((1 << 8 * width) - 1)

@@ -70,12 +70,10 @@ def _matrix_rows(m: Machine, warps: np.ndarray, count: int, addresses) -> tuple[
 
 @builds("mma")
 def _mma(m: Machine, code: Instruction) -> Operation:
-    if code.opcode == "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32":
-        kind = "tf32"
-    elif form := re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32", code.opcode):
-        kind = form[1]
-    else:
+    form = re.fullmatch(r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(\w+)\.\2\.f32", code.opcode)
+    if form is None or form.groups() not in (("16", "bf16"), ("16", "f16"), ("8", "tf32")):
         raise UnknownInstruction("of mma, m16n8k16 of bf16 or f16 and m16n8k8 of tf32, into f32, are known")
+    kind = form[2]
     d = [m.register(x, F32).reshape(m.warps, 8, 4) for x in code.operands[0]]
     a, b = ([m.source(x, U32).reshape(m.warps, 8, 4) for x in code.operands[i]] for i in (1, 2))
     c = [m.source(x, F32).reshape(m.warps, 8, 4) for x in code.operands[3]]

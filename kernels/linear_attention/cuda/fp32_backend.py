@@ -18,7 +18,7 @@ from lingpt.kernels.linear_attention.cuda.launch import current_device
 from lingpt.kernels.linear_attention.rows import Rows, pack, per_token, unpack
 from lingpt.kernels.numerics import LOG_ZERO, decay_gradient, to_tokens, true_fp32
 
-FALLBACK = "in fp32 without tensor cores, many times slower (docs/kernel.md)"
+FALLBACK = "in fp32, several times slower (docs/kernel.md)"
 
 
 def unsupported_reason(call: Call) -> str | None:

@@ -14,14 +14,15 @@ __global__ void __launch_bounds__(32 * (WARPS + 1), BLOCKS) tf32_scan(const __gr
 }
 
 // From what each segment adds to the states before them. A thread has a number of the state.
-__global__ void tf32_prefix(float* states, const float* decays, int segments, int size) {
+template <int D>
+__global__ void tf32_prefix(const __grid_constant__ Tf32Params p) {
+  constexpr int SIZE = (D + 1) * (D + 1);
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= size) return;
-  const i64 step = i64(gridDim.y) * size;
-  float* at = states + i64(blockIdx.y) * size + i;
+  if (i >= SIZE) return;
+  float* at = p.states + i64(blockIdx.y) * SIZE + i;
   float before = *at;
-  for (int segment = 1; segment < segments; segment++) {
-    at += step;
-    before = *at = *at + before * decays[(segment - 1) * gridDim.y + blockIdx.y];
+  for (int segment = 0; (segment + 1) * p.segment_len < p.N; segment++) {
+    at += i64(gridDim.y) * SIZE;
+    before = *at = *at + before * p.decays[segment * gridDim.y + blockIdx.y];
   }
 }

@@ -1,7 +1,7 @@
-"""Linear attention in fp32 with a decay that all channels share, on the kernels of tf32.cu: builds and launches.
+"""Linear attention in fp32 with a decay that all channels share, on the kernels of tf32.cu: builds, launches.
 
-A sum y_i = Σ_{j≤i} γ_{j+1} ⋯ γ_i (a_i·b_j) c_j is `states` and `prefix`, if the sequences are cut into segments,
-then a scan.
+A sum y_i = Σ_{j≤i} γ_{j+1} ⋯ γ_i (a_i·b_j) c_j is `states` and `prefix`, if the sequences are cut into
+segments, then a scan.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import struct
 from typing import NamedTuple
 
 import torch
@@ -50,12 +49,16 @@ PARAMS = Fields(
 )  # fmt: skip
 _STRUCTS = {
     name: tuple(f"{name}_{field}" for field in _STRIDED)
-    for name in (*"abcxy", *(f"{x}_{part}" for x in "abc" for part in ("factor", "last")), "log_decay", "y_last", "out")
+    for name in (
+        *"abcxy",
+        *(f"{x}_{part}" for x in "abc" for part in ("factor", "last")),
+        *("log_decay", "y_last", "out"),
+    )
 }
 ROW_PARAMS = Fields(
     _struct("x") | _struct("y") | _struct("out")
     | dict.fromkeys(("norm", "factor", "dot", "g", "inverse_g"), "P")
-    | {"rows": "q", "N": "i", "H": "i"}
+    | dict.fromkeys(("rows", "N", "H", "unused"), "I")
 )  # fmt: skip
 
 
@@ -66,17 +69,17 @@ class Build:
     arch: str
     D: int
 
-    @property
+    @functools.cached_property
     def slices(self) -> int:
         """Blocks that share a head's channels of c."""
         return -(-self.D // SLICE)
 
-    @property
+    @functools.cached_property
     def warps(self) -> int:
         """Of a block: one for 16 channels; there is one more."""
         return -(-self.D // (16 * self.slices))
 
-    @property
+    @functools.cached_property
     def threads(self) -> int:
         return 32 * (self.warps + 1)
 
@@ -85,7 +88,7 @@ class Build:
         """Tokens that a block has in shared memory at a time."""
         return 16 if self.D > 128 or self.arch in SMALL_SHARED else 32
 
-    @property
+    @functools.cached_property
     def shared(self) -> tuple[int, int]:
         """Bytes of shared memory of a block: a scan, `states`."""
         row, slice_row = self.D + 8 * (self.D % 16 == 0), 16 * self.warps + 8
@@ -96,7 +99,7 @@ class Build:
         states = both + row * 4 + 16 * 20 * 4 + self.D * 4
         return tuple(-(-x // 16) * 16 + 2 * tokens + 32 for x in (scan, states))  # type: ignore[return-value]
 
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         """Of a scan, that a multiprocessor runs at once."""
         by_registers = 2**16 // (self.threads * (self.D // 2 + 80))
@@ -105,8 +108,7 @@ class Build:
 
     @property
     def names(self) -> dict[str, str]:
-        names = {"prefix": "tf32_prefix"}
-        names |= {x: f"tf32_{x}<{self.D}>" for x in ("norms", "dots", "input_gradient")}
+        names = {x: f"tf32_{x}<{self.D}>" for x in ("prefix", "norms", "dots", "input_gradient")}
         for kernel in ("scan", "states"):
             for last in (False, True):
                 flags = f"{str(last).lower()}, {str(kernel == 'states').lower()}"
@@ -175,8 +177,8 @@ class Operand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Sums over tensors of one shape [B, N, H, D], with one decay; in reverse from the last token to the first, each
-    of which decays what is after it."""
+    """Sums over tensors of one shape [B, N, H, D], with one decay; in reverse from the last token to the
+    first, each of which decays what is after it."""
 
     shape: tuple[int, int, int, int]
     device: torch.device
@@ -197,7 +199,7 @@ class Sums:
         return dataclasses.replace(self, reverse=not self.reverse)
 
     def states(self, initial: LinearAttentionState | None, b: Operand, c: Operand, last: bool) -> Tensor:
-        """Σ b_j c_jᵀ before each segment, [segments, B, H, D + 1, D + 1]. last: whether c's last channel is read."""
+        """Σ b_j c_jᵀ before each segment, [segments, B, H, D + 1, D + 1]. last: whether c has the channel."""
         (B, _, H, D), (segments, _) = self.shape, self.segments
         states, decays = self.empty(segments, B, H, D + 1, D + 1), self.empty(segments, B, H)
         first = states[0].zero_()
@@ -205,14 +207,10 @@ class Sums:
             first[..., :D, :D], first[..., D, :D] = initial.S, initial.c
             first[..., :D, D], first[..., D, D] = initial.z, initial.n
         if segments > 1:
-            size = (D + 1) ** 2
-            values = self._operands(b=b, c=c) | dict(states=states.data_ptr(), decays=decays.data_ptr())
+            values = self._values(b=b, c=c) | dict(states=states.data_ptr(), decays=decays.data_ptr())
             self._launch("states" + " last" * last, segments - 1, values)
-            grid = (-(-size // PREFIX_THREADS), B * H, 1)
-            arguments = (states.data_ptr(), decays.data_ptr(), segments, size)
-            codes = ("P", "P", "i", "i")
-            packed = (struct.pack(code, x) for code, x in zip(codes, arguments, strict=True))
-            self.build.kernels["prefix"](grid, PREFIX_THREADS, 0, self._stream, *packed)
+            grid = (-(-((D + 1) ** 2) // PREFIX_THREADS), B * H, 1)
+            self.build.kernels["prefix"](grid, PREFIX_THREADS, 0, self._stream, PARAMS.pack(values))
         return states
 
     def scan(
@@ -228,13 +226,14 @@ class Sums:
         divide: bool = False,
         transposed: bool = False,
     ) -> None:
-        """Writes y [B, N, H, D], and if they are not None y_last [B, N, H] and the final state [B, H, D + 1, D + 1].
+        """Writes y [B, N, H, D], and if they are not None y_last [B, N, H] and the final state
+        [B, H, D + 1, D + 1].
 
-        divide: y by y_last. transposed: `states` are those of Σ c_j b_jᵀ. The last channel of c, and what `final` has
-        of it, is computed for y_last only.
+        divide: y by y_last. transposed: `states` are those of Σ c_j b_jᵀ. The last channel of c, and what
+        `final` has of it, is computed for y_last only.
         """
         last = divide or y_last is not None
-        values = self._operands(a=a, b=b, c=c) | self._strided("y", y)
+        values = self._values(a=a, b=b, c=c) | self._strided("y", y)
         if y_last is not None:
             values |= self._strided("y_last", y_last)
         values |= dict(states=states.data_ptr(), divide=divide, transposed=transposed)
@@ -263,17 +262,16 @@ class Sums:
         return raw_stream(self.device.index)
 
     def _launch(self, kernel: str, segments: int, values: dict[str, float]) -> None:
-        (B, N, H, _), build = self.shape, self.build
-        values |= dict(N=N, H=H, segment_len=self.segments[1], decays_first=not self.reverse)
+        (B, _, H, _), build = self.shape, self.build
+        grid, shared = (build.slices, B * H, segments), build.shared[kernel.startswith("states")]
+        build.kernels[kernel](grid, build.threads, shared, self._stream, PARAMS.pack(values))
+
+    def _values(self, **operands: Operand) -> dict[str, float]:
+        _, N, H, _ = self.shape
+        values: dict[str, float] = dict(N=N, H=H, segment_len=self.segments[1], decays_first=not self.reverse)
         if self.log_decay is not None:  # in reverse what comes to a token is decayed by the one after it
             values |= self._strided("log_decay", self.log_decay, after=self.reverse)
             values["log_decay_value"] = 1.0
-        shared = build.shared[kernel.startswith("states")]
-        grid = (build.slices, B * H, segments)
-        build.kernels[kernel](grid, build.threads, shared, self._stream, PARAMS.pack(values))
-
-    def _operands(self, **operands: Operand) -> dict[str, float]:
-        values: dict[str, float] = {}
         for name, x in operands.items():
             values |= self._strided(name, x.x)
             for part, (per_token, value) in (("factor", x.factor), ("last", x.last)):
@@ -283,7 +281,8 @@ class Sums:
         return values
 
     def _strided(self, name: str, x: Tensor, after: bool = False) -> dict[str, float]:
-        """The address and the strides of x [B, N, H, …], of its tokens in reverse if so, from behind the last."""
+        """The address and the strides of x [B, N, H, …], of its tokens in reverse if so; `after`: each of
+        them has the number of the token after it."""
         batch, token, head, *_ = x.stride()
         address = x.data_ptr()
         if self.reverse:

@@ -1,8 +1,8 @@
 """The passes of linear attention on the sums of tf32.py; fp32_backend.py says which calls they serve.
 
-The rows of kernels/linear_attention/rows.py are never stored: the kernels read q, k, v and do, with a factor per
-token, and the additional column as a number per token. The three sums of the backward pass share two passes for
-states, Σ k'v'ᵀ from the first token on and Σ q'h'ᵀ from the last.
+The rows of kernels/linear_attention/rows.py are never stored: the kernels read q, k, v and do, with a factor
+per token, and the additional column as a number per token. The three sums of the backward pass share two
+passes for states, Σ k'v'ᵀ from the first token on and Σ q'h'ᵀ from the last.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class _Inputs(NamedTuple):
         q_factor = PerToken(q_r * b) if isinstance(b, Tensor) else PerToken(q_r, b)
         a_last = PerToken(a.expand(B, N, H)) if isinstance(a, Tensor) else PerToken(value=a)
         v_last = ONE if call.normalize else ZERO
-        return cls(Operand(q, q_factor, a_last), Operand(k, PerToken(k_r), ONE), Operand(v, ONE, v_last), stats)
+        operands = Operand(q, q_factor, a_last), Operand(k, PerToken(k_r), ONE), Operand(v, ONE, v_last)
+        return cls(*operands, stats)
 
 
 def forward(call: Call) -> Outputs:
@@ -82,7 +83,7 @@ def backward(
         dQ, dK, dV = (sums.empty(*call.shape) for _ in range(3))
         q_last = sums.empty(B, N, H) if decays or call.a is not None else None
         k_last = sums.empty(B, N, H) if decays else None
-        v_last = sums.empty(B, N, H) if starts and call.normalize else None  # for the state's part of it alone
+        v_last = sums.empty(B, N, H) if starts and call.normalize else None  # for the state alone
         to_start = sums.empty_state() if starts else None
         sums.scan(h, v, k, states, dQ, y_last=q_last, transposed=True)
         after = sums.reversed()
@@ -95,12 +96,9 @@ def backward(
         along_k = _input_gradient(call, sums, k.x, dK, stats[2], stats[2], dk)
         dv.copy_(dV)
         d_token_log_decay = None
-        if call.token_log_decay is not None and q_last is not None and k_last is not None:
+        if q_last is not None and k_last is not None:
             dG = along_q * b + a * q_last.mT - along_k - k_last.mT
-            at_end = (pack(final, call) * pack(dstate, call)).sum((-2, -1))
-            d_token_log_decay = decay_gradient(dG.mT, at_end, call.token_log_decay)
-            is_zero = call.token_log_decay <= LOG_ZERO[torch.float32]
-            d_token_log_decay = d_token_log_decay.masked_fill(is_zero, 0.0).contiguous()
+            d_token_log_decay = _decay_gradient(call, dG.mT, final, dstate)
         da = None if call.a is None or q_last is None else q_last.sum((0, 1))
         db = None if call.b is None else call.shrink_b(along_q.sum((0, 2)))
         if to_start is None:
@@ -136,6 +134,17 @@ def _output_gradient(call: Call, sums: Sums, do: Tensor, o: Tensor, g: Tensor) -
     inverse, last = torch.empty_like(g), torch.empty_like(g)
     sums.rows("dots", {"x": do, "y": aligned(o)}, {"g": g, "inverse_g": inverse, "dot": last})
     return Operand(do, PerToken(inverse.mT), PerToken(last.mT))
+
+
+def _decay_gradient(
+    call: Call, dG: Tensor, final: LinearAttentionState | None, dstate: LinearAttentionState | None
+) -> Tensor | None:
+    """The gradient of token_log_decay, from dG = q'·dq' − k'·dk' [B, N, H]."""
+    if call.token_log_decay is None:
+        return None
+    at_end = (pack(final, call) * pack(dstate, call)).sum((-2, -1))
+    gradient = decay_gradient(dG, at_end, call.token_log_decay)
+    return gradient.masked_fill(call.token_log_decay <= LOG_ZERO[torch.float32], 0.0).contiguous()
 
 
 def _input_gradient(

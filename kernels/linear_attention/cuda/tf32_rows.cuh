@@ -19,8 +19,7 @@ struct Tf32RowParams {
   float* dot;
   const float* g;    // the normaliser, or null
   float* inverse_g;  // [B, H, N]
-  i64 rows;
-  int N, H;
+  u32 rows, N, H, unused;
 };
 static_assert(sizeof(Tf32RowParams) == TF32_ROW_PARAMS_BYTES, "ROW_PARAMS of tf32.py");
 
@@ -28,9 +27,8 @@ static_assert(sizeof(Tf32RowParams) == TF32_ROW_PARAMS_BYTES, "ROW_PARAMS of tf3
 // the last row write it again, as all lanes of a warp take part in its sums.
 template <typename USE>
 DEVICE void with_row(const Tf32RowParams& p, USE use) {
-  const i64 row = (i64(blockIdx.x) * blockDim.x + threadIdx.x) / ROW_LANES;
-  const i64 at = row < p.rows ? row : p.rows - 1;
-  const int h = at % p.H, n = at / p.H % p.N, b = at / p.H / p.N;
+  const u32 row = min(blockIdx.x * (blockDim.x / ROW_LANES) + threadIdx.x / ROW_LANES, p.rows - 1);
+  const int h = row % p.H, n = row / p.H % p.N, b = row / p.H / p.N;
   use(b, n, h, (i64(b) * p.H + h) * p.N + n, threadIdx.x % ROW_LANES == 0);
 }
 template <int D>
@@ -73,8 +71,8 @@ __global__ void tf32_input_gradient(const __grid_constant__ Tf32RowParams p) {
 #pragma unroll
     for (int k = threadIdx.x % ROW_LANES * 4; k < D; k += 4 * ROW_LANES) {
       const float4 x = p.x.four(b, n, h, k), d = p.y.four(b, n, h, k);
-      p.out.four(b, n, h, k) = make_float4(f * (d.x - x.x * back), f * (d.y - x.y * back), f * (d.z - x.z * back),
-                                           f * (d.w - x.w * back));
+      p.out.four(b, n, h, k) =
+          make_float4(f * (d.x - x.x * back), f * (d.y - x.y * back), f * (d.z - x.z * back), f * (d.w - x.w * back));
     }
   });
 }

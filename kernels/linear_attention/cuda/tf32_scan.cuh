@@ -77,9 +77,9 @@ struct Tf32Scan {
   struct __align__(16) Tokens {
     double log[CHUNK];  // Σ log decays from the first of 16 tokens to this one, in float64 for their differences
     float a[CHUNK], b[CHUNK], c[CHUNK], a_last[CHUNK], b_last[CHUNK], c_last[CHUNK];
-    float a_from_start[CHUNK], a_last_from_start[CHUNK];             // times the decays up to this token
-    float b_to_end[CHUNK], b_last_to_end[CHUNK], z_to_end[CHUNK];    // times the decays after it; z: b c_last
-    float scale[CHUNK];                                              // of y
+    float a_from_start[CHUNK], a_last_from_start[CHUNK];           // times the decays up to this token
+    float b_to_end[CHUNK], b_last_to_end[CHUNK], z_to_end[CHUNK];  // times the decays after it; z: b c_last
+    float scale[CHUNK];                                            // of y
     float change[SUBS], count[SUBS];  // of 16 tokens: their decay − 1, Σ b_last c_last; see recurrence.cu
   };
   struct __align__(16) Shared {  // two stages; y takes c's place
@@ -143,7 +143,7 @@ struct Tf32Scan {
       if (lane % 16 >= d) log += before;
     }
     const double whole = __shfl_sync(FULL_WARP, log, 15, 16);
-    segment_log += whole + (SUBS == 2 ? __shfl_xor_sync(FULL_WARP, whole, 16) : 0.);
+    if (STATES) segment_log += whole + (SUBS == 2 ? __shfl_xor_sync(FULL_WARP, whole, 16) : 0.);
     const float from_start = expf(float(log)), to_end = expf(float(whole - log));
     const float b = of(p.b.factor), b_last = of(p.b.last), c_last = LAST ? of(p.c.last) : 0.f;
     const float sum = sum_lanes<16>(b_last * c_last * to_end);
@@ -274,7 +274,8 @@ struct Tf32Scan {
         const float4 w = four(shared.scores[sub][lane / 2] + j), c = four(tokens.c_last + row + j);
         weighted += (w.x * c.x + w.y * c.y) + (w.z * c.z + w.w * c.w);
       }
-      const float y = sum_lanes<2>(sum * tokens.a_from_start[token] + weighted) + tokens.a_last_from_start[token] * count;
+      const float y =
+          sum_lanes<2>(sum * tokens.a_from_start[token] + weighted) + tokens.a_last_from_start[token] * count;
       if (p.divide) tokens.scale[token] = 1.f / y;
       const int at = begin_row + token;
       if (p.y_last && blockIdx.x == 0 && half == 0 && at < end)
@@ -324,9 +325,10 @@ struct Tf32Scan {
       if (channel >= D) continue;
       float* column = S + channel * to_column;
       if (t == 0) visit(R[i], column[D * to_row]);
+      float* at = column + 2 * t * to_row;
 #pragma unroll
-      for (int n = 0; n < D / 8 * 2; n++)
-        visit(state[n / 2][2 * i + n % 2], column[(n / 2 * 8 + 2 * t + n % 2) * to_row]);
+      for (int n = 0; n < D / 8; n++, at += 8 * to_row)
+        visit(state[n][2 * i], at[0]), visit(state[n][2 * i + 1], at[to_row]);
     }
   }
   DEVICE void store_state(float* S) {
