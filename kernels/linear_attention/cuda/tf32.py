@@ -291,8 +291,12 @@ class Sums:
         return dict(zip(_STRUCTS[name], (address, batch, token, head), strict=True))
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x in fp32, or a copy if its rows are not contiguous and 16-byte aligned, as the kernels read them."""
-    x = x.float()
-    fits = x.stride(-1) == 1 and math.gcd(*x.stride()[:-1]) % 4 == 0 and x.data_ptr() % 16 == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+def fits(x: Tensor) -> bool:
+    """Whether the kernels can read and write x: rows in fp32, contiguous and 16-byte aligned."""
+    rows_fit = x.stride(-1) == 1 and math.gcd(*x.stride()[:-1]) % 4 == 0
+    return x.dtype == torch.float32 and rows_fit and x.data_ptr() % 16 == 0
+
+
+def fitting(x: Tensor) -> Tensor:
+    """x in fp32, a copy if the kernels cannot read it as it is."""
+    return x if fits(x) else x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

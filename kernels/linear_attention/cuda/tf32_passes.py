@@ -19,7 +19,7 @@ from lingpt.kernels.linear_attention.call import (
     OutputGradients,
     Outputs,
 )
-from lingpt.kernels.linear_attention.cuda.tf32 import ONE, ZERO, Operand, PerToken, Sums, aligned
+from lingpt.kernels.linear_attention.cuda.tf32 import ONE, ZERO, Operand, PerToken, Sums, fits, fitting
 from lingpt.kernels.linear_attention.rows import pack, unpack
 from lingpt.kernels.numerics import LOG_ZERO, decay_gradient, per_head, rotate, rotate_backward
 
@@ -36,10 +36,10 @@ class _Inputs(NamedTuple):
     def of(cls, call: Call, sums: Sums, stats: Tensor | None = None) -> _Inputs:
         """`stats`: those of the forward pass."""
         B, N, H, _ = call.shape
-        q, k, v = (x.float() for x in call.views)
+        q, k, v = call.views
         if call.cos is not None and call.sin is not None:
-            q, k = (rotate(x, call.cos, call.sin) for x in (q, k))
-        q, k, v = (aligned(x) for x in (q, k, v))
+            q, k = (rotate(x.float(), call.cos, call.sin) for x in (q, k))
+        q, k, v = fitting(q), fitting(k), fitting(v)
         if stats is None:
             filled = call.normalize and call.normalize_qk
             stats = sums.empty(3, B, H, N) if filled else q.new_ones(3, B, H, N)
@@ -73,14 +73,14 @@ def backward(
     with torch.no_grad():
         sums, (B, N, H, _) = _sums(call), call.shape
         rows = _Inputs.of(call, sums, stats)
-        (q, k, v, _), do = rows, aligned(do)
+        (q, k, v, _), do = rows, fitting(do)
         states = sums.states(call.initial_state, k, v, call.normalize)
         if call.normalize and o.dtype != do.dtype:  # as in the chunkwise form
             o = _outputs(call, sums, rows._replace(stats=stats.clone()), states, None)
         h = _output_gradient(call, sums, do, o, stats[0])
 
         decays, starts = call.token_log_decay is not None, call.S is not None
-        dQ, dK, dV = (sums.empty(*call.shape) for _ in range(3))
+        dQ, dK, dV = (dv if x is dv and fits(dv) else sums.empty(*call.shape) for x in out)
         q_last = sums.empty(B, N, H) if decays or call.a is not None else None
         k_last = sums.empty(B, N, H) if decays else None
         v_last = sums.empty(B, N, H) if starts and call.normalize else None  # for the state alone
@@ -94,7 +94,8 @@ def backward(
         a, b = (per_head(x, 3, 1, torch.float32) for x in (call.constant, call.coefficient))  # for [B, H, N]
         along_q = _input_gradient(call, sums, q.x, dQ, stats[1], stats[1] * b, dq)
         along_k = _input_gradient(call, sums, k.x, dK, stats[2], stats[2], dk)
-        dv.copy_(dV)
+        if dV is not dv:
+            dv.copy_(dV)
         d_token_log_decay = None
         if q_last is not None and k_last is not None:
             dG = along_q * b + a * q_last.mT - along_k - k_last.mT
@@ -132,7 +133,7 @@ def _output_gradient(call: Call, sums: Sums, do: Tensor, o: Tensor, g: Tensor) -
     if not call.normalize:
         return Operand(do)
     inverse, last = torch.empty_like(g), torch.empty_like(g)
-    sums.rows("dots", {"x": do, "y": aligned(o)}, {"g": g, "inverse_g": inverse, "dot": last})
+    sums.rows("dots", {"x": do, "y": fitting(o)}, {"g": g, "inverse_g": inverse, "dot": last})
     return Operand(do, PerToken(inverse.mT), PerToken(last.mT))
 
 
@@ -153,7 +154,7 @@ def _input_gradient(
     """Writes the gradient of x before rotation, given d, that of `factor`/`norm` x̂ with x̂ = `norm` x; returns
     x̂·d [B, H, N]. norm, factor: [B, H, N]."""
     along, rotates = torch.empty_like(norm), call.cos is not None and call.sin is not None
-    to = out if not rotates and aligned(out) is out else torch.empty_like(d)
+    to = out if not rotates and fits(out) else torch.empty_like(d)
     tensors = {"x": x, "y": d, "out": to}
     per_token = {"norm": norm if call.normalize_qk else None, "factor": factor, "dot": along}
     sums.rows("input_gradient", tensors, per_token)

@@ -204,7 +204,8 @@ def test_a_sum_on_tensor_cores(reverse: bool, emulated, monkeypatch: pytest.Monk
 
     y, final = watched(run)(decay, *operands)
     rows = [
-        torch.cat((x * (f * value).unsqueeze(-1), r.unsqueeze(-1)), -1) for x, (f, value), (r, _) in operands
+        torch.cat((y * 0.5 * factor.unsqueeze(-1), last.unsqueeze(-1)), -1)
+        for y, factor, last in zip(x, *numbers, strict=True)
     ]
     a, b, c = (z.double().flip(1) if reverse else z.double() for z in rows)
     steps = torch.nn.functional.pad(decay[:, 1:].flip(1), (0, 0, 1, 0)) if reverse else decay
