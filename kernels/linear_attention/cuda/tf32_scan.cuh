@@ -340,7 +340,7 @@ struct Tf32Scan {
     float* S = p.states + (i64(blockIdx.z) * gridDim.y + bh) * size;
     if (tid == 0) {
       const int batch = bh / p.H, head = bh % p.H;
-      auto of_head = [&](const auto& x) { return x.x + batch * x.batch + head * x.head; };
+      auto of_head = [&](const Tf32Operand& x) { return x.x + batch * x.batch + head * x.head; };
       shared.of_head[0] = of_head(p.a), shared.of_head[1] = of_head(p.b), shared.of_head[2] = of_head(p.c);
       shared.of_head[3] = p.y + batch * p.y_batch + head * p.y_head;
     }
