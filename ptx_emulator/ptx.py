@@ -147,11 +147,12 @@ def _shared_variable(statement: str) -> Variable | None:
 
 
 def immediate_bits(text: str, width: int) -> int:
-    """A PTX number as the raw bits of `width` bytes; `0f…` are the bits of an fp32 number."""
-    if text[:2] not in ("0f", "0F"):
+    """A PTX number as the raw bits of `width` bytes; `0f…` and `0d…` are those of an fp32 or fp64 number."""
+    size = {"0f": 4, "0d": 8}.get(text[:2].lower())
+    if size is None:
         return int(text.rstrip("U"), 0) & ((1 << 8 * width) - 1)
-    if width != 4:
-        raise UnknownInstruction("an fp32 as something wider or narrower")
+    if width != size:
+        raise UnknownInstruction("a floating-point number as something wider or narrower")
     return int(text[2:], 16)
 
 

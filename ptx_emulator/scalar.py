@@ -334,7 +334,7 @@ def _cvt(m: Machine, code: Instruction) -> Operation:
 def _extended(m: Machine, register: Reg, kind: str) -> np.ndarray:
     """The view of `register` to write to; a narrower integer is sign- or zero-extended, by its type."""
     dtype = DTYPES[kind]
-    if dtype != F32 and kind not in HALVES:
+    if dtype.kind != "f" and kind not in HALVES:
         dtype = np.dtype(f"{dtype.kind}{max(register.bits // 8, dtype.itemsize)}")
     return m.register(register, dtype)
 
@@ -348,6 +348,8 @@ def _conversion(source: str, to: str, modifiers: list[str]) -> Callable[[np.ndar
         return lambda x: x.astype(dtype)
     if integers[0] and to == "f32" and modifier == "rn":
         return lambda x: x.astype(np.float64)
+    if (source, to, modifier) in (("f32", "f64", ""), ("f64", "f32", "rn")):
+        return lambda x: x
     if source in HALVES and to == "f32" and modifier == "":
         return lambda x: widen(np.ascontiguousarray(x), source)
     if source == "f32" and to in HALVES and modifier == "rn":
@@ -376,7 +378,7 @@ def _to_integer(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _shfl(m: Machine, code: Instruction) -> Operation:
     """shfl to `d|p`: p, if given, is whether the source lane of d is in the segment."""
     mode, first = code.parts[2], code.operands[0]
-    sources = {"down": np.add, "bfly": np.bitwise_xor}
+    sources = {"up": np.subtract, "down": np.add, "bfly": np.bitwise_xor}
     if mode not in (*sources, "idx"):
         raise UnknownInstruction("this shuffle")
     to, predicate = (first.first, first.second) if isinstance(first, Pair) else (first, None)
@@ -390,7 +392,8 @@ def _shfl(m: Machine, code: Instruction) -> Operation:
         by, segment, clamp = (x.astype(np.int64) & 31 for x in (b, c >> np.uint32(8), c))
         low = lane & segment
         source = low | (by & ~segment) if mode == "idx" else sources[mode](lane, by)
-        inside = source <= (low | clamp & ~segment)
+        end = low | clamp & ~segment
+        inside = source >= end if mode == "up" else source <= end
         np.copyto(d, a[base + np.where(inside, source, lane)], where=mask)
         if p is not None:
             np.copyto(p, inside, where=mask)

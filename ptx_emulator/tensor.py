@@ -70,21 +70,23 @@ def _matrix_rows(m: Machine, warps: np.ndarray, count: int, addresses) -> tuple[
 
 @builds("mma")
 def _mma(m: Machine, code: Instruction) -> Operation:
-    form = re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32", code.opcode)
-    if form is None:
-        raise UnknownInstruction("of mma, m16n8k16 of bf16 or f16 into f32 is known")
-    kind = form[1]
+    form = re.fullmatch(r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(\w+)\.\2\.f32", code.opcode)
+    if form is None or form.groups() not in (("16", "bf16"), ("16", "f16"), ("8", "tf32")):
+        raise UnknownInstruction("of mma, m16n8k16 of bf16 or f16 and m16n8k8 of tf32, into f32, are known")
+    kind = form[2]
     d = [m.register(x, F32).reshape(m.warps, 8, 4) for x in code.operands[0]]
     a, b = ([m.source(x, U32).reshape(m.warps, 8, 4) for x in code.operands[i]] for i in (1, 2))
     c = [m.source(x, F32).reshape(m.warps, 8, 4) for x in code.operands[3]]
-    whole = np.empty((m.warps, 3, 8, 2, 4), np.uint32)  # 8×8 blocks side by side: two of a, one of b
+    whole = np.empty((m.warps, 3, 8, 2, 4), np.uint32)  # blocks of eight rows: two of a, one of b
 
     def mma(mask: Mask) -> None:
         m.whole_warps(mask)
         whole[:, 0, :, 0], whole[:, 0, :, 1] = a[0], a[2]
         whole[:, 1, :, 0], whole[:, 1, :, 1] = a[1], a[3]
         whole[:, 2, :, 0], whole[:, 2, :, 1] = b[0], b[1]
-        x = widen(whole.reshape(m.warps, 24, 8).view(np.uint16), kind)
+        x = whole.reshape(m.warps, 24, 8)
+        # Of fp32 numbers the tensor cores do not read the lowest 13 bits.
+        x = (x & 0xFFFFE000).view(np.float32) if kind == "tf32" else widen(x.view(np.uint16), kind)
         product = x[:, :16] @ x[:, 16:].swapaxes(1, 2)
         where = True if mask is True else mask.reshape(m.warps, 8, 4)
         for i in range(4):

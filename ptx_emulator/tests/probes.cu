@@ -77,6 +77,15 @@ extern "C" __global__ void branches(int* out) {
   out[i] = x + 1000 * __shfl_xor_sync(0xffffffffu, x, 1);
 }
 
+extern "C" __global__ void running_sum(const float* a, float* out) {  // in fp64, over 16 lanes
+  double sum = a[threadIdx.x];
+  for (int d = 1; d < 16; d *= 2) {
+    double before = __shfl_up_sync(0xffffffffu, sum, d, 16);
+    if (threadIdx.x % 16 >= d) sum += before;
+  }
+  out[threadIdx.x] = float(sum - __shfl_sync(0xffffffffu, sum, 0, 16));
+}
+
 // --------------------------------------------------------- memory (test_memory, test_race, test_copies, test_mbarrier)
 extern "C" __global__ void past_the_end(const int* a, int* out, int shift) {
   out[threadIdx.x] = a[threadIdx.x + shift];
@@ -147,6 +156,18 @@ extern "C" __global__ void copy_arrives(const int* a, int* out,
 }
 
 // ------------------------------------------------------------------------------------------ tensor cores (test_tensor)
+// c[16×8] = a[16×8]·b[8×8] of one warp, tf32.
+extern "C" __global__ void multiply_tf32(const float* a, const float* b, float* c) {
+  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  float d[4] = {};
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(__float_as_uint(a[8 * g + t])), "r"(__float_as_uint(a[8 * (g + 8) + t])),
+        "r"(__float_as_uint(a[8 * g + t + 4])), "r"(__float_as_uint(a[8 * (g + 8) + t + 4])),
+        "r"(__float_as_uint(b[8 * t + g])), "r"(__float_as_uint(b[8 * (t + 4) + g])));
+  for (int i = 0; i < 4; i++) c[8 * (g + i / 2 * 8) + 2 * t + i % 2] = d[i];
+}
 // c[16×8] = a[16×16]·b[16×8] of one warp, bf16; the operands in shared memory, row by row.
 extern "C" __global__ void multiply(const u16* a, const u16* b, float* c, u16* back) {
   __shared__ __align__(16) u16 left[256], right[128], out[64];

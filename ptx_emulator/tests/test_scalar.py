@@ -58,3 +58,12 @@ def test_floats(launch) -> None:
         pairs = out[n].view(dtype).view(64, 2)
         for column, value in ((0, y), (1, x)):
             torch.testing.assert_close(pairs[:, column], value.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_sums_in_fp64(launch) -> None:
+    """Guards: conversions, shuffles up and differences of large numbers in fp64."""
+    a, out = torch.randn(32, generator=torch.Generator().manual_seed(0)), torch.zeros(32)
+    a[::16] = 1e9
+    launch("running_sum", a, out, threads=32)
+    sums = a.double().view(2, 16).cumsum(1)
+    torch.testing.assert_close(out, (sums - sums[:, :1]).float().flatten(), rtol=0, atol=1e-5)

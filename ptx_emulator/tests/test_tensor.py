@@ -24,6 +24,16 @@ def test_fragments_make_a_matrix_product(launch) -> None:
     assert torch.equal(back, a[:8, :8].T)
 
 
+def test_a_product_in_tf32(launch) -> None:
+    """Guards: the fragments of m16n8k8, and that the lowest 13 bits of fp32 numbers are not read."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator) for shape in ((16, 8), (8, 8)))
+    c = torch.zeros(16, 8)
+    launch("multiply_tf32", a, b, c, threads=32)
+    a, b = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b))
+    torch.testing.assert_close(c, a @ b)
+
+
 def test_a_warpgroups_product(launch) -> None:
     """Guards: descriptors with the 128-byte swizzle, of a matrix and of its transpose."""
     (a, b), c = matrices((64, 64), (64, 64)), torch.zeros(64, 64)

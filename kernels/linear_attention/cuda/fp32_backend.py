@@ -1,4 +1,5 @@
-"""The CUDA backend in fp32, an `operator.Backend`: on recurrence.cu, what tensor cores do not take.
+"""The CUDA backend in fp32, an `operator.Backend`: on tf32.cu, or for a head_dim that it does not have on
+recurrence.cu.
 
 On the rows of chunkwise.py a call is S'ᵢ = γᵢ S'ᵢ₋₁ + k'ᵢ v'ᵢᵀ, uᵢ = S'ᵢᵀ q'ᵢ. The three sums of the backward
 pass are the same recurrence with the rows in other places: dq' from the first token to the last, dk' and dv'
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import Call, InputGradients, OutputGradients, Outputs
 from lingpt.kernels.linear_attention.chunkwise import Rows, pack, per_token, unpack
-from lingpt.kernels.linear_attention.cuda import recurrence
+from lingpt.kernels.linear_attention.cuda import recurrence, tf32, tf32_passes
+from lingpt.kernels.linear_attention.cuda.launch import current_device
 from lingpt.kernels.numerics import LOG_ZERO, decay_gradient, to_tokens, true_fp32
 
-FALLBACK = "in fp32 without tensor cores, many times slower (docs/kernel.md)"
+FALLBACK = "in fp32, several times slower (docs/kernel.md)"
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -31,6 +33,9 @@ def unsupported_reason(call: Call) -> str | None:
 
 def forward(call: Call) -> Outputs:
     """As in `operator.Backend`."""
+    if tf32.takes(call.shape[3]):
+        with current_device(call.device):
+            return tf32_passes.forward(call)
     with torch.no_grad(), true_fp32(call.device):
         rows = Rows.of(call, call.shape[1])
         U, final = _sums(call, rows.Q, rows.K, rows.V, pack(call.initial_state, call))
@@ -41,6 +46,9 @@ def backward(
     call: Call, saved: Outputs, gradients: OutputGradients, out: tuple[Tensor, ...]
 ) -> InputGradients:
     """As in `operator.Backend`."""
+    if tf32.takes(call.shape[3]):
+        with current_device(call.device):
+            return tf32_passes.backward(call, saved, gradients, out)
     (o, stats, final), (do, dstate) = saved, gradients
     with torch.no_grad(), true_fp32(call.device):
         rows = Rows.of(call, call.shape[1], stats)

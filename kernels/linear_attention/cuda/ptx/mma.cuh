@@ -20,6 +20,15 @@ DEVICE void mma<fp16>(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// d[16×8] += a[16×8]·b[8×8] in TF32, fp32 without the lowest 13 bits, which the tensor cores do not read. A lane holds
+//   a: rows g, g+8 of column t, then of t+4   b: column (n) g, rows (k) t and t+4   d: as above
+DEVICE void mma_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Load four 8×8 tiles of 16-bit numbers from shared memory, or store them (sm_90); lanes 8i … 8i+7 provide the row
 // addresses of tile i.
 DEVICE void ldmatrix(u32 (&r)[4], u32 address) {

@@ -15,7 +15,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.install import install_command
-from lingpt.kernels.linear_attention.cuda import channel_decay, launch, recurrence, toolchain, variants
+from lingpt.kernels.linear_attention.cuda import channel_decay, launch, recurrence, tf32, toolchain, variants
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
@@ -411,6 +411,19 @@ def test_the_recurrence_compiles_without_spills(arch: str) -> None:
         if arch in spec.architectures:
             for name, used in spec.compile(arch).resources.items():
                 assert not used.spills and used.shared <= launch.DEFAULT_SHARED_LIMIT, name
+
+
+@pytest.mark.nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [8, 32, 64, 96])  # wider ones spill a few bytes on some architectures
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_fp32_on_tensor_cores_compiles_without_spills(arch: str, D: int) -> None:
+    """Guards: the same of a shared decay in fp32, and that a block fits the card."""
+    build = tf32.Build(arch, D)
+    module = build.spec.compile(arch)
+    assert set(module.resources) == set(build.names.values())
+    assert not [f"{name}: {use}" for name, use in module.resources.items() if use.spills]
+    assert max(build.shared) <= CARDS[arch] * 1024
 
 
 @pytest.mark.nvrtc

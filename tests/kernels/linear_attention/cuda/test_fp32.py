@@ -18,6 +18,8 @@ from lingpt.kernels.linear_attention.cuda import (
     fp32_backend,
     padded_backend,
     recurrence,
+    tf32,
+    tf32_passes,
 )
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 from lingpt.tests import oracles
@@ -35,17 +37,21 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def emulated(monkeypatch: pytest.MonkeyPatch):
     """backend="cuda" is the one in fp32, on CPU tensors, in segments of eight tokens."""
     monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
-    monkeypatch.setattr(recurrence, "card", lambda device: ("sm_80", 108))
-    monkeypatch.setattr(recurrence, "raw_stream", lambda device: 0)
-    monkeypatch.setattr(recurrence, "current_device", lambda device: contextlib.nullcontext())
+    for kernels in (recurrence, tf32):
+        monkeypatch.setattr(kernels, "card", lambda device: ("sm_80", 108))
+        monkeypatch.setattr(kernels, "raw_stream", lambda device: 0)
+        monkeypatch.setattr(kernels, "segmentation", lambda N, *_: (-(-N // 8), 8))
+        kernels.build_for.cache_clear()
+    for module in (recurrence, fp32_backend):
+        monkeypatch.setattr(module, "current_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(recurrence, "unsupported_reason", lambda q, Dv: None)
-    monkeypatch.setattr(recurrence, "segmentation", lambda N, *_: (-(-N // 8), 8))
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(tf32_passes, name, watched(getattr(tf32_passes, name)))
     monkeypatch.setattr(recurrence, "forward", watched(recurrence.forward))
     monkeypatch.setattr(operator, "cuda_backends", lambda: (fp32_backend,))
-    recurrence.build_for.cache_clear()
     yield
     monkeypatch.undo()
-    recurrence.build_for.cache_clear()
+    recurrence.build_for.cache_clear(), tf32.build_for.cache_clear()
 
 
 def options_of(kind: str, B: int, N: int, H: int, D: int, device: str = "cpu") -> dict:
@@ -56,6 +62,8 @@ def options_of(kind: str, B: int, N: int, H: int, D: int, device: str = "cpu") -
         initial=oracles.some_state(B, H, D, device=device),
         dstate=[0.02 * randn(*shape, seed=10 + i, device=device) for i, shape in enumerate(shapes)],
     )
+    if "raw" in kind:
+        found |= dict(normalize=False, normalize_qk=False, a=0.5)
     if "free" in kind:
         found |= dict(normalize=False, a=torch.linspace(1.5, -0.5, H, device=device))
     if "head" in kind:
@@ -75,7 +83,10 @@ def worst(found: dict, exact: dict) -> tuple[float, str]:
 
 CASES = [  # N, D, what else
     (21, 32, "token"),
-    (11, 20, "head, free"),
+    (37, 40, "head, free"),
+    (11, 20, "head, free"),  # token by token, as head_dim is no multiple of 8
+    pytest.param((11, 20, "token"), marks=pytest.mark.slow),
+    pytest.param((37, 72, "token, raw"), marks=pytest.mark.slow),
     pytest.param((21, 32, "token, free"), marks=pytest.mark.slow),
     pytest.param((19, 64, ""), marks=pytest.mark.slow),
     pytest.param((19, 128, "head"), marks=pytest.mark.slow),
@@ -96,9 +107,10 @@ def test_every_result_is_that_of_fp32(case: tuple, emulated) -> None:
 
 
 @pytest.mark.nvrtc
-def test_16_bits_packed_rotated_and_in_sequences(emulated) -> None:
+@pytest.mark.parametrize("D", [20, 24])
+def test_16_bits_packed_rotated_and_in_sequences(D: int, emulated) -> None:
     """Guards: RoPE and its transpose, borders of sequences, o's rounding in backward, gates' bias."""
-    N, H, D = 24, 2, 20
+    N, H = 24, 2
     angle = torch.arange(N)[:, None] * torch.ones(6)
     projected = randn(1, N, 3 * H * D + H, seed=0, dtype=BF16)
     bias, do = torch.tensor([2.0, 4.0]), randn(1, N, H, D, seed=1, dtype=BF16)
@@ -157,6 +169,54 @@ def test_segments_fill_the_card(N: int, blocks: int) -> None:
     assert N != 4096 or segments == {1: 64, 64: 16, 2000: 1}[blocks]
 
 
+@pytest.mark.parametrize("slots", [1, 132, 396])
+@pytest.mark.parametrize("blocks", [1, 64, 2000])
+@pytest.mark.parametrize("N", [1, 64, 127, 1000, 4096, 100_000])
+def test_segments_on_tensor_cores(N: int, blocks: int, slots: int) -> None:
+    """Guards: the same where a card runs so many blocks at once; segments of whole chunks."""
+    segments, length = tf32.segmentation(N, blocks, slots, 32)
+    assert (segments - 1) * length < N <= segments * length and length % 32 == 0
+    assert segments == 1 or (length >= 64 and segments * blocks <= slots)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_sum_on_tensor_cores(reverse: bool, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a decay near 1 over segments, resets at their borders, strided rows, factors, last channels."""
+    monkeypatch.setattr(tf32, "segmentation", lambda N, *_: (-(-N // 64), 64))
+    B, N, H, D = 1, 150, 2, 8
+    decay = torch.full((B, N, H), -1e-6)
+    decay[:, [0, 32, 63, 120], 1] = float("-inf")
+    x = randn(B, N, 3, H, D, seed=0).unbind(2)
+    numbers = randn(2, 3, B, H, N, seed=1).mT
+    operands = [
+        tf32.Operand(y, tf32.PerToken(factor, 0.5), tf32.PerToken(last))
+        for y, factor, last in zip(x, *numbers, strict=True)
+    ]
+
+    def run(
+        decay: torch.Tensor, a: tf32.Operand, b: tf32.Operand, c: tf32.Operand
+    ) -> tuple[torch.Tensor, ...]:
+        sums = tf32.Sums((B, N, H, D), torch.device("cpu"), decay, reverse)
+        y, y_last, final = sums.empty(B, N, H, D), sums.empty(B, N, H), sums.empty_state()
+        sums.scan(a, b, c, sums.states(None, b, c, True), y, y_last=y_last, final=final)
+        return torch.cat((y, y_last.unsqueeze(-1)), -1), final
+
+    y, final = watched(run)(decay, *operands)
+    rows = [
+        torch.cat((y * 0.5 * factor.unsqueeze(-1), last.unsqueeze(-1)), -1)
+        for y, factor, last in zip(x, *numbers, strict=True)
+    ]
+    a, b, c = (z.double().flip(1) if reverse else z.double() for z in rows)
+    steps = torch.nn.functional.pad(decay[:, 1:].flip(1), (0, 0, 1, 0)) if reverse else decay
+    S, exact = torch.zeros(B, H, D + 1, D + 1, dtype=torch.float64), []
+    for t in range(N):
+        S = steps[:, t, :, None, None].double().exp() * S + b[:, t, :, :, None] * c[:, t, :, None]
+        exact.append(torch.einsum("bhk,bhkv->bhv", a[:, t], S))
+    assert relative(y.flip(1) if reverse else y, torch.stack(exact, 1)) < 1e-6
+    assert relative(final, S) < 1e-6
+
+
 # On a GPU
 
 gpu = pytest.mark.gpu
@@ -164,7 +224,7 @@ gpu = pytest.mark.gpu
 
 @gpu
 @pytest.mark.parametrize("kind", ["", "token", "head, free"])
-@pytest.mark.parametrize("D", [32, 64, 128, 256])
+@pytest.mark.parametrize("D", [20, 32, 64, 72, 128, 256])
 def test_fp32_on_a_gpu(D: int, kind: str) -> None:
     """Guards: long sequences, several blocks of columns, all results."""
     x, options = on_gpu.inputs(2, 1000, 3, D, FP32), options_of(kind, 2, 1000, 3, D, "cuda")

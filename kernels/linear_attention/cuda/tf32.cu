@@ -1,0 +1,28 @@
+// Linear attention in fp32 with a decay that all channels share, on tensor cores (sm_80 on): scans, and what is
+// elementwise around them. docs/kernel.md, "A shared decay in fp32".
+#include "tf32_rows.cuh"
+#include "tf32_scan.cuh"
+
+extern __shared__ __align__(128) char tf32_smem[];
+
+// A block has a slice of c's channels, a head and a segment: grid (slices, B·H, segments).
+template <int D, int WARPS, int CHUNK, bool LAST, bool STATES, int BLOCKS>
+__global__ void __launch_bounds__(32 * (WARPS + 1), BLOCKS) tf32_scan(const __grid_constant__ Tf32Params p) {
+  using Scan = Tf32Scan<D, WARPS, CHUNK, LAST, STATES>;
+  static_assert(sizeof(typename Scan::Shared) == (STATES ? STATES_BYTES : SCAN_BYTES), "shared of tf32.py");
+  Scan(p, *reinterpret_cast<typename Scan::Shared*>(tf32_smem)).run();
+}
+
+// From what each segment adds to the states before them. A thread has a number of the state.
+template <int D>
+__global__ void tf32_prefix(const __grid_constant__ Tf32Params p) {
+  constexpr int SIZE = (D + 1) * (D + 1);
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= SIZE) return;
+  float* at = p.states + i64(blockIdx.y) * SIZE + i;
+  float before = *at;
+  for (int segment = 0; (segment + 1) * p.segment_len < p.N; segment++) {
+    at += i64(gridDim.y) * SIZE;
+    before = *at = *at + before * p.decays[segment * gridDim.y + blockIdx.y];
+  }
+}
