@@ -134,6 +134,19 @@ def test_everything_at_once(case: tuple, emulated) -> None:
     assert not {name: errors for name, errors in off.items() if errors[0] > 2 * errors[1]}
 
 
+@pytest.mark.slow
+def test_the_longest_segment(emulated) -> None:
+    """Guards: the gates' gradient, whose rounding grows within a segment: at most twice that of rounding."""
+    N = channel_decay.LONGEST_SEGMENT
+    emulated(N)
+    x, state, dstate = inputs(N, 32, 32, BF16, "weak")
+    found, exact = run(x, state, dstate, 0.3), in_float64(x, state, dstate, 0.3)
+    q, k, v, gate, do = x
+    limit = gated_quantised(q, k, v, gate, state, do, dstate, 0.3)
+    off = {name: (relative(found[name], exact[name]), relative(limit[name], exact[name])) for name in exact}
+    assert not {name: errors for name, errors in off.items() if errors[0] > 2 * errors[1]}
+
+
 def test_gates_that_shut(emulated) -> None:
     """Guards: what decays by e^−30 a token: nothing overflows, and each token sees itself alone."""
     emulated(32)
