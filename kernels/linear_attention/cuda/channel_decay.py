@@ -35,7 +35,7 @@ SOURCE = "channel_decay.cu"
 TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 CHUNK, SUBS = 32, 2  # tokens that a block takes at a time, and the blocks of 16 in them
 # Tokens of a segment at most: the gradient of decays is summed up within one, and so is its rounding.
-LONGEST_SEGMENT = 2048
+LONGEST_SEGMENT = 1024
 WIDTH, MOST_KEYS, MOST_VALUES = 32, 256, 512  # Dk and Dv are multiples of the first
 # (Dk, Dv) to compile ahead: of `gla`, by the width of the model, and those of heads as models have them.
 HEAD_SHAPES = ((32, 32), (32, 64), (64, 128), (96, 192), (128, 256), (256, 512), (64, 64), (128, 128))

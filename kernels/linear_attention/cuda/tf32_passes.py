@@ -1,8 +1,8 @@
 """The passes of linear attention on the sums of tf32.py; fp32_backend.py says which calls they serve.
 
-The rows of kernels/linear_attention/chunkwise.py are never stored: the kernels read q, k, v and do, with a factor
-per token, and the additional column as a number per token. The three sums of the backward pass share two
-passes for states, Σ k'v'ᵀ from the first token on and Σ q'h'ᵀ from the last.
+The rows of chunkwise.py are never stored: the kernels read q, k, v and do, with a factor per token, and the
+additional column as a number per token. The three sums of the backward pass share two passes for states,
+Σ k'v'ᵀ from the first token on and Σ q'h'ᵀ from the last.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lingpt.kernels.linear_attention.call import (
     OutputGradients,
     Outputs,
 )
-from lingpt.kernels.linear_attention.cuda.tf32 import ONE, ZERO, Operand, PerToken, Sums, fits, fitting
 from lingpt.kernels.linear_attention.chunkwise import pack, unpack
+from lingpt.kernels.linear_attention.cuda.tf32 import ONE, ZERO, Operand, PerToken, Sums, fits, fitting
 from lingpt.kernels.numerics import LOG_ZERO, decay_gradient, per_head, rotate, rotate_backward
 
 
