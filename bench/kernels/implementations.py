@@ -291,8 +291,9 @@ _FORMS = (
                    colour_of="softmax-cudnn"),
     Implementation("form-blocks", "weights in blocks", inputs.random, forms.quadratic_in_blocks,
                    oracles.linear, colour_of="identity"),
+    # Steps in turn: at a constant number of tokens, as in the sweep of forms, its time grows like N², too.
     Implementation("form-recurrent", "one state after another", inputs.random, forms.recurrent,
-                   oracles.linear, colour_of="gla"),
+                   oracles.linear, quadratic=True, colour_of="gla"),
     Implementation("form-states", "all states", inputs.random, forms.all_states, oracles.linear,
                    colour_of="ours-decay"),
     *(Implementation(f"form-chunks-{C}", f"chunks of {C}", inputs.random,
