@@ -95,7 +95,8 @@ def draw_trace(trace: StepTrace, title: str, out: Path) -> None:
     for y, bars in enumerate(lanes.values()):
         for name, spans in bars.items():
             moved = [((a - start) / 1e3, duration / 1e3) for a, duration in spans]
-            axes.broken_barh(moved, (y - 0.4, 0.8), color=colour[name], linewidth=0)
+            # An edge: without one, what is shorter than a point would not be seen.
+            axes.broken_barh(moved, (y - 0.4, 0.8), color=colour[name], linewidth=0.4)
             a, duration = max(moved, key=lambda span: span[1])
             if name in PARTS and duration > 0.05e3 * trace.seconds:
                 axes.text(a + duration / 2, y, name, ha="center", va="center", color="white", fontsize=8)
