@@ -1,6 +1,5 @@
 """What only a GPU shows: compiled blocks in bf16, the clock without the compiling, fused AdamW resumed."""
 
-
 import pytest
 import torch
 from safetensors.torch import load_file
