@@ -169,6 +169,7 @@ print(lingpt.__file__)
 DEPENDENCIES = tuple(path for path in sys.path if path.endswith("-packages"))
 
 
+@pytest.mark.slow
 def test_a_script_next_to_a_clone_named_lingpt_needs_no_install(tmp_path):
     folder = clone(tmp_path / "lingpt")
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -176,6 +177,7 @@ def test_a_script_next_to_a_clone_named_lingpt_needs_no_install(tmp_path):
     assert printed == f"{folder / '__init__.py'}\n"
 
 
+@pytest.mark.slow
 def test_a_script_next_to_a_clone_of_another_name_finds_the_editable_install(tmp_path):
     folder, site = clone(tmp_path / "My-clone 2"), tmp_path / "site"
     build("editable", folder, tmp_path / "wheel").extractall(site)
@@ -297,6 +299,7 @@ def distributions(
     return {top: {canonicalize_name(name) for name in known[top]} for top in tops - ours}
 
 
+@pytest.mark.slow
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     """Guards: a package that only another one's dependencies bring, and one that nothing needs any more."""
     imported = distributions(trees())

@@ -84,6 +84,7 @@ class FakeProcesses:
         return None
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(context, "Processes", FakeProcesses)
     results = context.bench_context(

@@ -8,6 +8,7 @@ import pytest
 from lingpt.cli.main import main
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_printed_and_written(tmp_path: Path, capsys):
     """On a part of the embedded corpus. Both speeds come from a clock, and the ratio from both."""
     out = tmp_path / "bench.json"

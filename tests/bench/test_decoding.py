@@ -25,6 +25,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(decoding, name, value)
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_attention(tmp_path: Path, capsys):
     """Guards: the claim that what linear attention carries does not grow with the context, by the bytes."""
     options = ["--model", "demo", "--contexts", "16", "64", "--batch_sizes", "1", "2", "--device", "cpu"]
@@ -118,6 +119,7 @@ def test_eager_steps_stand_beside_graphs(tmp_path: Path, monkeypatch: pytest.Mon
     assert "ours, batch 1, graph" in picture and "ours, batch 1, eager" in picture
 
 
+@pytest.mark.slow
 def test_an_export_decodes_with_the_same_state(tmp_path: Path):
     """Guards: the comparison with transformers' `generate` is of the same model, tokens and context."""
     options = ["--model", "demo", "--contexts", "16", "--batch_sizes", "2", "--device", "cpu"]

@@ -237,6 +237,7 @@ def test_what_an_implementation_does_is_a_row(monkeypatch: pytest.MonkeyPatch, t
     assert "\n- fla-gla: skipped: needs a CUDA device\n" in table and "| fla-gla |" not in table
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_rows_and_comes_back_from_disk(tmp_path: Path, monkeypatch) -> None:
     """Guards: a shape of two sweeps is measured once, the file holds everything, head included."""
     monkeypatch.setattr(runner, "ROUNDS", 2)
@@ -262,6 +263,7 @@ def test_damaged_results_are_named(tmp_path: Path, content: str) -> None:
         Results.load(path)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """Guards: `append` measures what lacks or was skipped, keeps the rest, refuses another source's rows."""
     path = tmp_path / "results.json"
@@ -568,6 +570,7 @@ def test_bytes_are_summed_over_kernels() -> None:
     assert parse_counts("==ERROR== no permission\n") == {}
 
 
+@pytest.mark.slow
 def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Guards: `lingpt bench` from the command line to the files, and drawing again without measuring."""
     out = str(tmp_path / "out")
@@ -608,6 +611,7 @@ def test_states_of_bf16_inputs_are_fp32(form: Callable[[inputs.Inputs], torch.Te
         assert (found - expected).norm() < 6e-3 * expected.norm()
 
 
+@pytest.mark.slow
 def test_the_forms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Guards: `lingpt bench forms` from the command line to the figure."""
     assert main(["bench", "forms", "--device", "cpu", "--out", str(tmp_path)]) == 0

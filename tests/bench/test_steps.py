@@ -196,6 +196,7 @@ def test_a_row_that_failed_later_says_so():
     assert said in results.table()
 
 
+@pytest.mark.slow
 def test_the_memory_estimate_is_what_was_measured():
     """Guards: today's estimate, within 10 % of what steps on an H200 have used, in the committed results."""
     folder, ratios = Path(__file__).parents[2] / "docs/results/training", {}
@@ -218,6 +219,7 @@ def test_the_memory_estimate_is_what_was_measured():
     assert not {row: ratio for row, ratio in ratios.items() if not 0.9 <= ratio <= 1.1}
 
 
+@pytest.mark.slow
 def test_a_length_that_does_not_fit_is_recomputed():
     """Guards: pythia-1.4b at N = 131072 ran out of an H200's memory with every attention; and at 65536, where
     some fit, all were recomputed."""

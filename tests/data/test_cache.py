@@ -220,6 +220,7 @@ def test_a_disk_without_locks_is_said_and_the_first_entry_stays(config, monkeypa
     assert (last.st_ino, last.st_mtime_ns) == (first[0].st_ino, first[0].st_mtime_ns)
 
 
+@pytest.mark.slow
 def test_whoever_waits_says_for_what_and_goes_on_when_the_holder_dies(config, start_script):
     """Guards: a wait for a process that is gone, and one of which nobody knows what holds it."""
     code = PREPARE + (

@@ -24,6 +24,7 @@ def config(write_jsonl, texts, tokenizer_path, tmp_path: Path, monkeypatch) -> D
     return DataConfig(str(write_jsonl(texts(300))), tokenizer_path, 32, stream=True, **paths)
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_the_finished_cache(config, monkeypatch):
     """Before, while and after the text is tokenised, and over the end of the first epoch; each block once an
     epoch, those of the first window before others. The second start tokenises nothing."""
@@ -89,6 +90,7 @@ def test_what_is_written_is_read_and_what_a_killed_process_left_is_not_taken_for
     shutil.rmtree(left)
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_text_ends_the_run_with_its_line(config, tmp_path: Path):
     """It is met by the other process, perhaps long after training began."""
     with open(config.source, "a") as file:

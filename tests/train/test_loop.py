@@ -230,6 +230,7 @@ def test_weights_in_bf16_train_like_those_in_fp32(make_recipe, attention):
     assert losses[0] == pytest.approx(losses[1], abs=0.1) and losses[0][-1] < losses[0][0] - 1
 
 
+@pytest.mark.slow
 def test_the_clock_stands_while_validating_and_saving(make_recipe, monkeypatch):
     def slow(*_):
         time.sleep(0.5)

@@ -241,6 +241,7 @@ def test_a_program_that_carries_a_state_is_exported(tmp_path):
     torch.testing.assert_close((o, *final), (expected[0], *expected[1]))
 
 
+@pytest.mark.slow
 def test_a_state_is_saved_and_loaded(tmp_path):
     """By torch.load as it is by default, which refuses classes that nobody has vouched for: in a process that
     has only imported this one."""

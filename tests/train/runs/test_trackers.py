@@ -284,6 +284,7 @@ def test_what_a_start_without_a_checkpoint_logged_is_kept_aside(tmp_path, capsys
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_no_key_is_in_any_file_of_a_run(make_recipe, monkeypatch, tmp_path):
     """Neither of the environment, nor what a repository around the run has not committed."""
     secrets = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567", "HF_TOKEN": "hf_" + "Sekret" * 6}
