@@ -28,7 +28,7 @@ class BenchCall:
         self.backward_unsupported_reason = implementation.backward_unsupported_reason(shape, dtype, device)
         self.leaves = {name: x for name, x in self.inputs.items() if x.requires_grad}
         generator = torch.Generator(device).manual_seed(21)
-        self.do = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        self.do = torch.randn(shape.tensor("o"), generator=generator, device=device, dtype=dtype)
         self.o: Tensor | None = None
         self.grads: tuple[Tensor, ...] = ()
 
@@ -100,7 +100,7 @@ def interleaved_ratios(graphs: Graphs, base: Graphs, clock: Clock, turns: int) -
 def relative_errors(call: BenchCall) -> dict[str, float]:
     """Relative RMS errors of o ("o") and of the gradients ("dq" …), on the up to four outermost (batch, head)
     slices: a wrong offset shows in the last."""
-    B, N, H, _ = call.shape
+    B, N, H = call.shape[:3]
     batches, heads = ([-1], [-1]) if N >= ONE_SLICE else (sorted({0, B - 1}), sorted({0, H - 1}))
     quadratic = call.implementation.quadratic
 

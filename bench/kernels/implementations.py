@@ -55,8 +55,13 @@ class Implementation:
     tolerance: float = 2e-2  # relative RMS error of bf16; beyond it a result is wrong
     autotunes: bool = False  # takes minutes with a cold cache
     training_only: bool = False  # a variant: measured at the training shapes, not swept
+    two_head_dims: bool = False  # whether v's may differ from that of q and k
     variant_of: str | None = None  # the implementation that its replays are interleaved with
     colour_of: str | None = None  # the name whose colour in plots/palette.py it takes; None: its own
+
+    def takes(self, shape: Shape) -> bool:
+        """Whether its function is defined there."""
+        return self.two_head_dims or not shape.Dv
 
     def unsupported_reason(
         self, shape: Shape | None = None, dtype: torch.dtype = BF16, device: str | torch.device = "cuda"
@@ -249,7 +254,7 @@ _KERNELS = (
     Implementation("ours-packed", "ours, packed qkv with RoPE", inputs.packed, _ours_packed("cuda"),
                    _ours_packed("chunkwise"), _GPU, ours=True, training_only=True, colour_of="ours"),
     Implementation("ours-gla", "ours, a decay of each channel (GLA)", inputs.gated, _ours_gla, oracles.gated,
-                   _GPU, min_traffic=(5, 10), ours=True, colour_of="gla"),
+                   _GPU, min_traffic=(5, 10), ours=True, two_head_dims=True, colour_of="gla"),
     Implementation("ours-chunkwise", "ours, chunkwise PyTorch", inputs.random, _ours("chunkwise"),
                    _ours("chunkwise"), colour_of="ours"),
     Implementation("torch-cumsum", "PyTorch, cumulative sums", inputs.random, _cumsum, _ours("chunkwise")),
@@ -268,7 +273,8 @@ _KERNELS = (
                    _fla("lightning_attn.chunk_lightning_attn", layer_idx=0, num_layers=12, scale=1.0),
                    oracles.linear, _FLA, autotunes=True),
     Implementation("fla-gla", "FLA GLA", inputs.gated, _fla("gla.chunk_gla", "q k v g"),
-                   oracles.gated, _FLA, autotunes=True, min_traffic=(5, 10), colour_of="gla"),
+                   oracles.gated, _FLA, autotunes=True, min_traffic=(5, 10), two_head_dims=True,
+                   colour_of="gla"),
     Implementation("fla-simple-gla", "FLA simple GLA", inputs.token_decayed,
                    _fla("simple_gla.chunk_simple_gla", "q k v log_decay", scale=1.0),
                    oracles.linear, _FLA, (_sound_scalar_gates,), autotunes=True),

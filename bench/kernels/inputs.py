@@ -16,7 +16,9 @@ Inputs = dict[str, Tensor]
 def random(shape: Shape, dtype: torch.dtype, device: torch.device, names: str = "qkv") -> Inputs:
     generator = torch.Generator(device).manual_seed(20)
     return {
-        name: torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
+        name: torch.randn(
+            shape.tensor(name), generator=generator, device=device, dtype=dtype
+        ).requires_grad_()
         for name in names
     }
 
@@ -33,7 +35,7 @@ def positive(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 def packed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
     """Inputs as the model has them: a fused projection, and RoPE on a quarter of the dimensions (Pythia)."""
-    B, N, H, D = shape
+    B, N, H, D = shape.tensor("q")
     generator = torch.Generator(device).manual_seed(20)
     qkv = torch.randn((B, N, 3, H, D), generator=generator, device=device, dtype=dtype)
     R = D // 4

@@ -153,7 +153,8 @@ class Results(BenchResults[Row]):
             ms, correct = getattr(row, field), row.is_correct(field)
             eager.append(ms)
             replayed.append(getattr(row, f"{direction}_graph_ms"))
-            bounds.append(ms / self.lower_bound_ms(row.shape, units) if correct else None)
+            whole = correct and not row.shape.Dv  # the units are tensors of one size
+            bounds.append(ms / self.lower_bound_ms(row.shape, units) if whole else None)
             comparable = correct and ours is not None and ours.is_correct(field)
             ratios.append(self.ratio(row, ours, field) if comparable else None)
         note = row.failure or row.reason

@@ -118,7 +118,7 @@ def _schedule(
         (n, shape, implementation)
         for n, shape in rounds + once
         for implementation in implementations
-        if shape in training or not implementation.training_only
+        if implementation.takes(shape) and (shape in training or not implementation.training_only)
         if not done.is_done(implementation.name, shape)
     ]
 

@@ -38,9 +38,9 @@ def warm_up(
     from tqdm import tqdm
 
     chosen, shapes = choose_implementations(implementations), choose_shapes(only, sweeps)
-    names = [i.name for i in chosen if i.autotunes and i.unsupported_reason() is None]
-    kinds = sorted({Shape(min(s.B, 2), WARM_N, s.H, s.D) for s in shapes})
-    cells = [(name, shape) for name in names for shape in kinds]
+    tuned = [i for i in chosen if i.autotunes and i.unsupported_reason() is None]
+    kinds = sorted({Shape(min(s.B, 2), WARM_N, s.H, s.D, s.Dv) for s in shapes})
+    cells = [(i.name, shape) for i in tuned for shape in kinds if i.takes(shape)]
     with ThreadPoolExecutor(available_cores()) as pool:
         ran = pool.map(lambda cell: _warm_in_process(*cell, dtype=dtype), cells)
         errors = list(tqdm(ran, total=len(cells), desc="warm", disable=None))
@@ -55,7 +55,7 @@ def _warm_in_process(name: str, shape: Shape, *, dtype: str) -> str | None:
     return None if ran.returncode == 0 else (ran.stderr.strip().splitlines() or ["no message"])[-1]
 
 
-def warm_one(name: str, shape: tuple[int, int, int, int], dtype: str) -> None:
+def warm_one(name: str, shape: tuple[int, int, int, int, int], dtype: str) -> None:
     """Runs one forward and backward in this process."""
     BenchCall(IMPLEMENTATIONS[name], Shape(*shape), getattr(torch, dtype), torch.device("cuda")).both()
     torch.cuda.synchronize()

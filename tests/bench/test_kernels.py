@@ -237,6 +237,18 @@ def test_what_an_implementation_does_is_a_row(monkeypatch: pytest.MonkeyPatch, t
     assert "\n- fla-gla: skipped: needs a CUDA device\n" in table and "| fla-gla |" not in table
 
 
+def test_a_shape_with_two_head_dimensions_is_for_those_that_take_it(tmp_path: Path, monkeypatch) -> None:
+    """Guards: GLA's own layer, whose v is twice as wide as q and k, with errors of all inputs."""
+    gla = dataclasses.replace(IMPLEMENTATIONS["ours-gla"], call=oracles.gated, needs=())
+    monkeypatch.setitem(IMPLEMENTATIONS, "ours-gla", gla)
+    sweeps = {"gla-layer": (Shape(2, 65, 2, 16, 32),)}
+    names = ("ours-gla", "ours-chunkwise")
+    (row,) = run_bench(implementations=names, sweeps=sweeps, save_to=tmp_path / "r.json", **ON_A_CPU).rows
+    assert row.status == "ok" and set(row.errors) == {"o", "dq", "dk", "dv", "dg"}
+    results = Results.load(tmp_path / "r.json")
+    assert results.rows == [row] and "B=2 N=65 H=2 D=16 Dv=32" in results.table()
+
+
 @pytest.mark.slow
 def test_a_run_keeps_its_rows_and_comes_back_from_disk(tmp_path: Path, monkeypatch) -> None:
     """Guards: a shape of two sweeps is measured once, the file holds everything, head included."""
