@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import chunkwise, linear_attention, linear_attention_qkv, operator
-from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.call import Call, LinearAttentionState, OutputGradients
 from lingpt.kernels.linear_attention.cuda import (
     backend,
     fp32_backend,
@@ -105,6 +105,29 @@ def test_every_result_is_that_of_fp32(case: tuple, emulated) -> None:
     found = forward_backward(*x, backend="cuda", **options)
     off, name = worst(found, in_float64(*x, **options))
     assert off < 3e-6, name
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("D", [20, 24])
+def test_pieces_of_sequences(D: int, emulated) -> None:
+    """Guards: what is given for a piece's own state is where it goes on from, in both directions."""
+    (q, k, v, do), options = oracles.inputs(1, 21, 2, D, FP32), options_of("token", 1, 21, 2, D)
+    call = Call(q=q, k=k, v=v, token_log_decay=options["log_decay"], return_state=True)
+    given, dstate = options["initial"], LinearAttentionState(*options["dstate"])
+    after = call._replace(**given._asdict())
+    own, results = [], []
+    for piece in (True, False):
+        out = tuple(torch.empty_like(x) for x in (q, k, v))
+        exchanges = [lambda state, to=to: [own.append(state), to][1] for to in (given, dstate)]
+        o = fp32_backend.forward(call, exchanges[0]) if piece else fp32_backend.forward(after)
+        gradients = OutputGradients(do, None if piece else dstate), out
+        fp32_backend.backward(after, o, *gradients, exchanges[1] if piece else None)
+        results.append((o.o, *out))
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    alone = fp32_backend.forward(call)
+    last = fp32_backend.backward(after, o, OutputGradients(do), out).initial_state
+    pairs = zip([*own[0], *own[1]], [*alone.state, *last], strict=True)
+    assert all(torch.equal(*both) for both in pairs)
 
 
 @pytest.mark.nvrtc
