@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -182,6 +183,11 @@ class Outputs(NamedTuple):
     # `normalize`, the norms are without `normalize_qk`)
     stats: Tensor
     state: LinearAttentionState | None  # the final state if `call.return_state`
+
+
+# What a piece of a sequence gets for its own state, from processes with the others (context_parallel.py): the
+# state before it. Backward: for the gradient of that state by its own outputs, that of the state after it.
+Exchange = Callable[[LinearAttentionState], LinearAttentionState]
 
 
 class OutputGradients(NamedTuple):

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import (
     Call,
+    Exchange,
     InputGradients,
     LinearAttentionState,
     OutputGradients,
@@ -56,10 +57,13 @@ def unsupported_reason(call: Call) -> str | None:
     return None
 
 
-def forward(call: Call) -> Outputs:
+def forward(call: Call, exchange: Exchange | None = None) -> Outputs:
     """As in `operator.Backend`. No autograd graph is recorded."""
     with torch.no_grad(), true_fp32(call.device):
         rows, decay = Rows.of(call, _chunk_size(call)), _Decay.of(call, _chunk_size(call))
+        if exchange is not None:
+            _, own = _states(rows, pack(None, call), decay)
+            call = call._replace(**exchange(unpack(own))._asdict())
         before, final = _states(rows, pack(call.initial_state, call), decay)
         P = _masked(_bmm(rows.Q, rows.K.mT), decay) if call.causal else None
         U = to_tokens(_weighted_sums(P, rows, before, final, decay), call.shape[1])
@@ -67,7 +71,11 @@ def forward(call: Call) -> Outputs:
 
 
 def backward(
-    call: Call, saved: Outputs, gradients: OutputGradients, out: tuple[Tensor, ...]
+    call: Call,
+    saved: Outputs,
+    gradients: OutputGradients,
+    out: tuple[Tensor, ...],
+    exchange: Exchange | None = None,
 ) -> InputGradients:
     """Writes dq, dk and dv into `out`; returns the other gradients, as in `operator.Backend`.
 
@@ -84,6 +92,9 @@ def backward(
             U = to_tokens(_weighted_sums(P, rows, before, final, decay), call.shape[1])
             o = U[..., :-1] / per_token(stats)[0]
         G = rows.output_gradient(call, do, o)
+        if exchange is not None:
+            _, own = _adjoints(Q, G, pack(None, call), decay)
+            dstate = exchange(unpack(own))
         after, initial = _adjoints(Q, G, pack(dstate, call), decay)
 
         if P is not None:

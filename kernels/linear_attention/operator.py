@@ -28,6 +28,7 @@ from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.linear_attention import chunkwise
 from lingpt.kernels.linear_attention.call import (
     Call,
+    Exchange,
     InputGradients,
     LinearAttentionState,
     OutputGradients,
@@ -69,12 +70,21 @@ class Backend(Protocol):
     def unsupported_reason(self, call: Call) -> str | None:
         """Why the backend cannot serve this call, in words for a user; None if it can."""
 
-    def forward(self, call: Call) -> Outputs: ...
+    def forward(self, call: Call, exchange: Exchange | None = None) -> Outputs:
+        """exchange: gives the initial state; the call has none, but asks for the final one."""
 
     def backward(
-        self, call: Call, saved: Outputs, gradients: OutputGradients, out: tuple[Tensor, ...]
+        self,
+        call: Call,
+        saved: Outputs,
+        gradients: OutputGradients,
+        out: tuple[Tensor, ...],
+        exchange: Exchange | None = None,
     ) -> InputGradients:
-        """Writes dq, dk and dv into `out` (last dimension contiguous); returns the other gradients."""
+        """Writes dq, dk and dv into `out` (last dimension contiguous); returns the other gradients.
+
+        exchange: gives the final state's gradient; that of the initial state then means nothing.
+        """
 
 
 def choose(call: Call) -> Backend:
@@ -126,13 +136,13 @@ def linear_attention_flops(B: int, N: int, H: int, D: int, causal: bool = True) 
     return B * N * H * (4 * D * D + within)
 
 
-def _forward(call: Call) -> Results:
+def _forward(call: Call, exchange: Exchange | None = None) -> Results:
     call = call.unpacked()
-    o, stats, state = choose(call).forward(call)
+    o, stats, state = choose(call).forward(call, exchange)
     return o, stats, *(state or _NO_STATE)
 
 
-def _backward(given: Call, saved: Results, gradients: Results) -> Results:
+def _backward(given: Call, saved: Results, gradients: Results, exchange: Exchange | None = None) -> Results:
     call, (o, stats, *parts), (do, *dparts) = given.unpacked(), saved, gradients
     assert o is not None and stats is not None
     outputs = Outputs(o, stats, LinearAttentionState(*parts) if call.return_state else None)  # type: ignore[arg-type]
@@ -144,7 +154,7 @@ def _backward(given: Call, saved: Results, gradients: Results) -> Results:
         out = dqkv.unbind(2)
     else:
         out = tuple(d.values()) if call.qkv is None else d["qkv"].unbind(2)
-    found = choose(call).backward(call, outputs, d_outputs, out)
+    found = choose(call).backward(call, outputs, d_outputs, out, exchange)
     d_log_decay, d_bias = found.token_log_decay, None
     if given.cu_seqlens is not None and d_log_decay is not None:
         d_log_decay = d_log_decay.masked_fill(first_tokens(given.cu_seqlens, *call.shape[:2])[..., None], 0)
@@ -335,8 +345,8 @@ def attend(call: Call) -> tuple[Any, ...]:
 def attend_in_pieces(call: Call, context: Context) -> Tensor:
     """o of this rank's piece of the sequences; the call has no state, and is this piece's.
 
-    Each pass runs the operator twice: once for the piece's own state, or its adjoint, which the other ranks
-    need, and once from what the others gave.
+    Each pass computes first the piece's own state, or its adjoint, which the other ranks need, and then the
+    rest from what the others gave.
     """
     return torch.compiler.disable(_Pieces.apply)(context, *call)
 
@@ -345,11 +355,9 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: Context, *args: Any) -> Tensor:
         call = Call(*args)._replace(return_state=True)
-        own: Any = _forward(call)[2:]
-        decay = _decay_of_all_tokens(call, own[-1])
-        S, z, c, n = _unflatten(context.state_before(_flatten(own), decay), own)
-        call = call._replace(S=S, z=z, c=c, n=n)
-        output: Any = _forward(call)
+        before = _Scan(context.state_before, decay := _decay_of_all_tokens(call))
+        output: Any = _forward(call, before)
+        call = call._replace(**before.found._asdict())
         ctx.save_for_backward(decay, *call[:_N_TENSORS], *output)
         ctx.context, ctx.values = context, call[_N_TENSORS:]
         return output[0]
@@ -358,31 +366,36 @@ class _Pieces(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> Results:
         decay, *tensors = ctx.saved_tensors
         call, saved = Call(*tensors[:_N_TENSORS], *ctx.values), tuple(tensors[_N_TENSORS:])
-        own = _backward(call, saved, (do, *_NO_STATE))[-4:]
-        after = ctx.context.adjoint_after(_flatten(own), decay)
-        found = _backward(call, saved, (do, *_unflatten(after, own)))[:-4]
+        found = _backward(call, saved, (do, *_NO_STATE), _Scan(ctx.context.adjoint_after, decay))[:-4]
         of = dict(zip(_GRADIENTS_OF, found, strict=False))
         return None, *(None if x is None else of.get(name) for name, x in zip(_KINDS, call, strict=True))
 
 
-def _decay_of_all_tokens(call: Call, like: Tensor) -> Tensor:
-    """By how much the tokens of a call decay what was before them, [B, H]; `like`: a state's n."""
+class _Scan:
+    """The exchange of a pass: from this piece's own state to what the scan over all ranks' finds, which is
+    kept as `found`. States are one tensor there, [B, H, D² + 2D + 1]."""
+
+    def __init__(self, scan: Callable[[Tensor, Tensor], Tensor], decay: Tensor) -> None:
+        self._scan, self._decay = scan, decay
+
+    def __call__(self, own: LinearAttentionState) -> LinearAttentionState:
+        flat = torch.cat([x.flatten(2) if x.ndim > 2 else x.unsqueeze(2) for x in own], 2)
+        parts = self._scan(flat, self._decay).split([x.shape[2:].numel() for x in own], 2)
+        pairs = zip(parts, own, strict=True)
+        self.found = LinearAttentionState(*(part.reshape(x.shape) for part, x in pairs))
+        return self.found
+
+
+def _decay_of_all_tokens(call: Call) -> Tensor:
+    """By how much the tokens of a call decay what was before them, [B, H]."""
     call = call.unpacked()
+    B, N, H, _ = call.shape
+    dtype = state_dtype(call.dtype)
     if call.token_log_decay is not None:
-        return call.token_log_decay.double().sum(1).exp().to(like.dtype)
+        return call.token_log_decay.double().sum(1).exp().to(dtype)
     if call.head_log_decay is not None:
-        return (call.head_log_decay.double() * call.shape[1]).exp().to(like.dtype).expand_as(like)
-    return torch.ones_like(like)
-
-
-def _flatten(state: Sequence[Any]) -> Tensor:
-    """S, z, c and n as one tensor [B, H, D² + 2D + 1]."""
-    return torch.cat([x.flatten(2) if x.ndim > 2 else x.unsqueeze(2) for x in state], 2)
-
-
-def _unflatten(flat: Tensor, like: Sequence[Any]) -> list[Tensor]:
-    parts = flat.split([x.shape[2:].numel() for x in like], 2)
-    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
+        return (call.head_log_decay.double() * N).exp().to(dtype).expand(B, H)
+    return call.inputs[0].new_ones(B, H, dtype=dtype)
 
 
 def _is_plain(call: Call) -> bool:

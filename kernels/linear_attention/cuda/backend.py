@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import (
     Call,
+    Exchange,
     InputGradients,
     LinearAttentionState,
     OutputGradients,
@@ -18,13 +19,14 @@ from lingpt.kernels.linear_attention.call import (
 )
 from lingpt.kernels.linear_attention.cuda.launch import (
     MAX_BATCH_HEADS,
+    Launch,
     addresses_of,
     current_device,
     raw_stream,
 )
 from lingpt.kernels.linear_attention.cuda.plan import Plan, chunk_of, make_plan
 from lingpt.kernels.linear_attention.cuda.toolchain import unusable_reason
-from lingpt.kernels.linear_attention.cuda.variants import BOUNDARY_INTERVAL, HEAD_DIMS, TAGS
+from lingpt.kernels.linear_attention.cuda.variants import BOUNDARY_INTERVAL, HEAD_DIMS, TAGS, state_size
 from lingpt.kernels.numerics import LOG_ZERO
 
 FALLBACK = ""
@@ -62,7 +64,7 @@ def device_unsupported_reason(dtype: torch.dtype, head_dim: int, device: torch.d
     return unusable_reason(device)
 
 
-def forward(call: Call) -> Outputs:
+def forward(call: Call, exchange: Exchange | None = None) -> Outputs:
     """As in `operator.Backend`.
 
     The stats are followed in the same memory by what the scan has read (`Plan.before`): the backward pass
@@ -71,15 +73,19 @@ def forward(call: Call) -> Outputs:
     B, N, H, D = call.shape
     with current_device(call.device):
         o = torch.empty(B, N, H, D, dtype=call.dtype, device=call.device)
-        run = _Pass(call, dict(zip("qkv", map(_aligned, call.views), strict=True), o=o))
+        run = _Pass(call, dict(zip("qkv", map(_aligned, call.views), strict=True), o=o), exchange)
         rows, sizes = B * H * N, run.plan.before
         memory = torch.empty(3 * rows + sum(sizes.values()), dtype=torch.float32, device=call.device)
         stats = memory.as_strided((3, B, H, N), (rows, H * N, N, 1))
-        initial, final = _contiguous(call.initial_state), _new_state(call) if call.return_state else None
         addresses = run.stats(stats) | addresses_of(memory.data_ptr() + 12 * rows, sizes)
+        own, carry, scans = run.plan.forward
+        run.launch(own, addresses)
+        if exchange is not None:
+            state = _own_state(run, call, addresses, memory[3 * rows :], sizes)
+            call = call._replace(**exchange(state)._asdict())
+        initial, final = _contiguous(call.initial_state), _new_state(call) if call.return_state else None
         addresses |= _state_addresses("initial", initial) | _state_addresses("final", final)
-        for launch in run.plan.forward:
-            launch(run.stream, run.tensors, addresses)
+        run.launch([*carry, *scans], addresses)
     if not call.normalize:
         stats[0].fill_(1.0)  # g: there is none, and no kernel writes it
     if final is not None and call.normalize and call.token_log_decay is None:
@@ -88,17 +94,25 @@ def forward(call: Call) -> Outputs:
 
 
 def backward(
-    call: Call, saved: Outputs, gradients: OutputGradients, out: tuple[Tensor, ...]
+    call: Call,
+    saved: Outputs,
+    gradients: OutputGradients,
+    out: tuple[Tensor, ...],
+    exchange: Exchange | None = None,
 ) -> InputGradients:
     """As in `operator.Backend`."""
     N, D = call.shape[1], call.shape[3]
     if call.token_log_decay is not None and N > BOUNDARY_INTERVAL and N % chunk_of(call.device, D):
+        if exchange is not None:
+            own = _backward_in_two(call, saved, gradients, out).initial_state
+            assert own is not None
+            gradients = gradients._replace(state=exchange(own))
         return _backward_in_two(call, saved, gradients, out)
     written = tuple(
         x if _is_aligned(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in out
     )
     with current_device(call.device):
-        found = _launch_backward(call, saved, gradients, written)
+        found = _launch_backward(call, saved, gradients, written, exchange)
     for x, y in zip(out, written, strict=True):
         if x is not y:
             x.copy_(y)
@@ -147,7 +161,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 class _Pass:
     """A pass of a call over these tensors: its plan, stream and addresses."""
 
-    def __init__(self, call: Call, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, call: Call, tensors: dict[str, Tensor], exchange: Exchange | None) -> None:
         (a_tensor, a_value), (b_tensor, b_value) = map(_tensor_or_number, (call.constant, call.coefficient))
         cos, sin = (None if x is None else _aligned(x.float().contiguous()) for x in (call.cos, call.sin))
         self.plan: Plan = make_plan(
@@ -161,6 +175,7 @@ class _Pass:
             a_value,
             b_value,
             call.normalize_qk,
+            exchange is not None,
         )
         self.stream = raw_stream(call.device.index)
         log_decay = call.head_log_decay
@@ -177,15 +192,23 @@ class _Pass:
         first, row = stats.data_ptr(), 4 * stats.stride(0)
         return self._options | dict(g=first, rq=first + row, rk=first + 2 * row)
 
+    def launch(self, launches: list[Launch], addresses: dict[str, int]) -> None:
+        for launch in launches:
+            launch(self.stream, self.tensors, addresses)
+
 
 def _launch_backward(
-    call: Call, saved: Outputs, gradients: OutputGradients, out: tuple[Tensor, ...]
+    call: Call,
+    saved: Outputs,
+    gradients: OutputGradients,
+    out: tuple[Tensor, ...],
+    exchange: Exchange | None,
 ) -> InputGradients:
     """The launches of a backward pass, in three stages, and the memory that they share."""
     (o, stats, final), do, dstate = saved, gradients.o, _contiguous(gradients.state)
     tensors = dict(zip("qkv", map(_aligned, call.views), strict=True), o=_aligned(o), do=_aligned(do))
-    run = _Pass(call, tensors | dict(zip(("dq", "dk", "dv"), out, strict=True)))
-    plan, stream, (B, N, H, _) = run.plan, run.stream, call.shape
+    run = _Pass(call, tensors | dict(zip(("dq", "dk", "dv"), out, strict=True)), exchange)
+    plan, (B, N, H, _) = run.plan, call.shape
     initial = _contiguous(call.initial_state)
     d_initial = None if initial is None else _new_state(call)
 
@@ -197,19 +220,25 @@ def _launch_backward(
     work = addresses_of(start, plan.work)
     common = run.stats(stats) | dict(e=work["e"], boundaries=work["boundaries"])
 
+    def per_head(name: str) -> Tensor:
+        return memory.narrow(0, (work[name] - start) // 4, plan.work[name]).view(B, H, -1)
+
     # dq, first to last token, from the states before the segments.
     addresses = common | addresses_of(left or start + 4 * (n_work + n_after), plan.before)
     addresses |= _state_addresses("initial", initial)
     addresses |= dict(db=work["db"], da=work["da"], dG=work["dG_rows"])
-    for launch in (*plan.rows, *([] if left else plan.states), plan.dq):
-        launch(stream, run.tensors, addresses)
+    own, carry, scans = plan.forward
+    run.launch([*plan.rows, *([] if left else own + carry), *scans], addresses)
 
     # dk, dv and the initial state's gradient, last to first token.
-    addresses = common | addresses_of(start + 4 * n_work, plan.after)
+    addresses = common | addresses_of(start + 4 * n_work, plan.after) | dict(dG=work["dG_columns"])
+    own, carry, scans = plan.reverse
+    run.launch(own, addresses)
+    if exchange is not None:
+        after = memory[n_work : n_work + n_after]
+        dstate = _contiguous(exchange(_own_state(run, call, addresses, after, plan.after, per_head("e"))))
     addresses |= _state_addresses("initial", dstate) | _state_addresses("final", d_initial)
-    addresses["dG"] = work["dG_columns"]
-    for launch in plan.reverse:
-        launch(stream, run.tensors, addresses)
+    run.launch([*carry, *scans], addresses)
 
     # The gradient of token_log_decay, from what the scans for dq and dk stored.
     decay_gradient = None
@@ -221,14 +250,10 @@ def _launch_backward(
             span_sums=work["span_sums"],
             d_log_decay=decay_gradient.data_ptr(),
         )
-        for launch in plan.decay_gradient:
-            launch(stream, run.tensors, addresses)
+        run.launch(plan.decay_gradient, addresses)
         if dstate is not None:
             assert final is not None
             _add_state(call, decay_gradient[:, BOUNDARY_INTERVAL * plan.boundaries :], final, dstate)
-
-    def per_head(name: str) -> Tensor:
-        return memory.narrow(0, (work[name] - start) // 4, plan.work[name]).view(B, H, -1)
 
     if d_initial is not None and call.normalize and call.token_log_decay is None:
         d_initial.n.copy_(_count_gradient(call, per_head("e"), dstate))
@@ -282,6 +307,39 @@ def _new_state(call: Call) -> LinearAttentionState:
     if not call.normalize:
         state.z.zero_()
         state.n.zero_()
+    return state
+
+
+def _own_state(
+    run: _Pass,
+    call: Call,
+    addresses: dict[str, int],
+    memory: Tensor,
+    sizes: dict[str, int],
+    e: Tensor | None = None,
+) -> LinearAttentionState:
+    """The state of the call's tokens alone, after a direction's launches `own`; given e, in reverse: the
+    gradient of the state before them by their outputs.
+
+    memory: what these have left, of the given sizes. It is copied, as the carry is in place and is yet to
+    come, from the true initial state.
+    """
+    (B, _, H, D), copy, state, range_ = call.shape, memory.clone(), _new_state(call), run.plan.range
+    addresses = addresses | addresses_of(copy.data_ptr(), sizes) | dict(count_out=state.n.data_ptr())
+    run.launch((run.plan.forward if e is None else run.plan.reverse).carry, addresses)
+    own = copy[: sizes["scratch"]].view(B, H, -1, state_size(D))[:, :, -1]
+    # Scaled as in `prefix`, and in reverse the first token's decay is still to come (`SegmentStates`).
+    scales = [range_, range_, 1.0] if e is None else [1 / range_] * 3
+    if not call.normalize:
+        scales = [range_, 0.0, 1.0]
+    decay = own.new_ones(B, H, 1)
+    if e is not None and call.token_log_decay is not None:
+        decay = call.token_log_decay[:, 0, :, None].float().clamp(min=LOG_ZERO[torch.float32]).exp()
+    for part, x, scale in zip(state, own.split((D * D, D, D), 2), scales, strict=False):
+        if scale:  # without the normaliser the scratch has no z
+            part.view(x.shape).copy_(x * (scale * decay))
+    if call.normalize and call.token_log_decay is None:
+        state.n.copy_(_token_count(call) if e is None else _count_gradient(call, e, None))
     return state
 
 

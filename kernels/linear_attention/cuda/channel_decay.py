@@ -151,9 +151,7 @@ class Build:
 
     @functools.cached_property
     def kernels(self) -> dict[str, Kernel]:
-        """Compiled and loaded, by the keys of `names`."""
-        kernels = self.spec.compile(self.arch).load(self.names.values())
-        return {key: kernels[name] for key, name in self.names.items()}
+        return self.spec.load(self.arch, self.names)
 
 
 build_for = functools.cache(Build)  # which keeps its kernels

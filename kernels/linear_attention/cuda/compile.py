@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lingpt.common.files import cache_dir, others_can_write, write_bytes
 from lingpt.kernels.linear_attention.cuda.launch import Kernel
@@ -33,6 +33,8 @@ from lingpt.kernels.linear_attention.cuda.toolchain import (
     driver_for,
     header_folder,
 )
+
+K = TypeVar("K")
 
 SOURCE_FOLDER = Path(__file__).parent
 # At its default of 5, the ptxas of CUDA 13.5 spills 16 bytes of dk's scan.
@@ -51,6 +53,11 @@ class KernelSpec:
 
     def compile(self, arch: str) -> CompiledModule:
         return compile_kernels(self.source, arch, self.defines, self.names)
+
+    def load(self, arch: str, names: Mapping[K, str]) -> dict[K, Kernel]:
+        """The kernels of `names`, compiled and loaded, by its keys."""
+        kernels = self.compile(arch).load(names.values())
+        return {key: kernels[name] for key, name in names.items()}
 
     def is_cached(self, arch: str) -> bool:
         return _Request(self.source, arch, self.defines, self.names).cache_file().is_file()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lingpt.kernels.linear_attention.call import Call, InputGradients, OutputGradients, Outputs
+from lingpt.kernels.linear_attention.call import Call, Exchange, InputGradients, OutputGradients, Outputs
 from lingpt.kernels.linear_attention.chunkwise import Rows, pack, per_token, unpack
 from lingpt.kernels.linear_attention.cuda import recurrence, tf32, tf32_passes
 from lingpt.kernels.linear_attention.cuda.launch import current_device
@@ -31,8 +31,12 @@ def unsupported_reason(call: Call) -> str | None:
     return recurrence.unsupported_reason(call.views[0], D)
 
 
-def forward(call: Call) -> Outputs:
-    """As in `operator.Backend`."""
+def forward(call: Call, exchange: Exchange | None = None) -> Outputs:
+    """As in `operator.Backend`; runs twice for an exchange."""
+    if exchange is not None:
+        own = forward(call._replace(return_state=True)).state
+        assert own is not None
+        call = call._replace(**exchange(own)._asdict())
     if tf32.takes(call.shape[3]):
         with current_device(call.device):
             return tf32_passes.forward(call)
@@ -43,9 +47,17 @@ def forward(call: Call) -> Outputs:
 
 
 def backward(
-    call: Call, saved: Outputs, gradients: OutputGradients, out: tuple[Tensor, ...]
+    call: Call,
+    saved: Outputs,
+    gradients: OutputGradients,
+    out: tuple[Tensor, ...],
+    exchange: Exchange | None = None,
 ) -> InputGradients:
-    """As in `operator.Backend`."""
+    """As in `operator.Backend`; runs twice for an exchange."""
+    if exchange is not None:
+        own = backward(call, saved, gradients, out).initial_state
+        assert own is not None
+        gradients = gradients._replace(state=exchange(own))
     if tf32.takes(call.shape[3]):
         with current_device(call.device):
             return tf32_passes.backward(call, saved, gradients, out)

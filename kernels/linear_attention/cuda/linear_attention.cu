@@ -76,7 +76,11 @@ __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params
   i64 bh = blockIdx.y;
   if (i >= SIZE) return;
   if (WEIGHTS != NORMALISED && i >= D * D && (WEIGHTS == PRODUCTS || i < D * D + D)) return;
-  float log_decay = DECAY == PER_HEAD ? p.log_decay[bh % p.H] : 0.f, decay = expf(log_decay * p.segment_len);
+  const float log_decay = DECAY == PER_HEAD ? p.log_decay[bh % p.H] : 0.f;
+  auto decay_of = [&](int segment) {
+    if constexpr (DECAY == PER_TOKEN) return decay_of_segment<CHUNK>(p, bh, segment);
+    return expf(log_decay * tokens_of_segment(p, segment));
+  };
   float sum = 0.f;
   if (p.initial.S) {
     float scale = REVERSE ? p.range : i < D * D + D ? p.inverse_range : 1.f;
@@ -94,7 +98,7 @@ __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params
 #pragma unroll
     for (int k = 0; k < AT_ONCE; k++) {
       own[k] = first + k < n ? at[k * SIZE] : 0.f;
-      decays[k] = DECAY == PER_TOKEN && first + k < n ? decay_of_segment<CHUNK>(p, bh, first + k) : decay;
+      decays[k] = first + k < n ? decay_of(first + k) : 0.f;
     }
 #pragma unroll
     for (int k = 0; k < AT_ONCE; k++)

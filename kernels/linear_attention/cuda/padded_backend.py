@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import (
     Call,
+    Exchange,
     InputGradients,
     LinearAttentionState,
     OutputGradients,
@@ -31,21 +32,25 @@ def unsupported_reason(call: Call) -> str | None:
     return backend.unsupported_reason(call, call.shape[3] + _missing(call))
 
 
-def forward(call: Call) -> Outputs:
+def forward(call: Call, exchange: Exchange | None = None) -> Outputs:
     """As in `operator.Backend`."""
-    o, stats, state = backend.forward(_padded_call(call))
+    o, stats, state = backend.forward(_padded_call(call), _padded_exchange(exchange, call))
     return Outputs(o[..., : call.shape[3]].contiguous(), stats, _cut(state, call))
 
 
 def backward(
-    call: Call, saved: Outputs, gradients: OutputGradients, out: tuple[Tensor, ...]
+    call: Call,
+    saved: Outputs,
+    gradients: OutputGradients,
+    out: tuple[Tensor, ...],
+    exchange: Exchange | None = None,
 ) -> InputGradients:
     """As in `operator.Backend`."""
     (o, stats, state), (do, dstate), extra = saved, gradients, _missing(call)
     o, do = (F.pad(x, (0, extra)) for x in (o, do))
     wide = tuple(torch.empty_like(o) for _ in out)
     padded = Outputs(o, stats, _padded(state, extra)), OutputGradients(do, _padded(dstate, extra))
-    found = backend.backward(_padded_call(call), *padded, wide)
+    found = backend.backward(_padded_call(call), *padded, wide, _padded_exchange(exchange, call))
     for x, y in zip(out, wide, strict=True):
         x.copy_(y[..., : call.shape[3]])
     return found._replace(initial_state=_cut(found.initial_state, call))
@@ -69,15 +74,23 @@ def _padded_call(call: Call) -> Call:
     return call._replace(**tensors)
 
 
+def _padded_exchange(exchange: Exchange | None, call: Call) -> Exchange | None:
+    return exchange and (lambda own: _wider(exchange(_narrower(own, call.shape[3])), _missing(call)))
+
+
 def _padded(state: LinearAttentionState | None, extra: int) -> LinearAttentionState | None:
-    if state is None:
-        return None
+    return None if state is None else _wider(state, extra)
+
+
+def _cut(state: LinearAttentionState | None, call: Call) -> LinearAttentionState | None:
+    return None if state is None else _narrower(state, call.shape[3])
+
+
+def _wider(state: LinearAttentionState, extra: int) -> LinearAttentionState:
     S, z, c, n = state
     return LinearAttentionState(F.pad(S, (0, extra, 0, extra)), F.pad(z, (0, extra)), F.pad(c, (0, extra)), n)
 
 
-def _cut(state: LinearAttentionState | None, call: Call) -> LinearAttentionState | None:
-    if state is None:
-        return None
-    (S, z, c, n), D = state, call.shape[3]
+def _narrower(state: LinearAttentionState, D: int) -> LinearAttentionState:
+    S, z, c, n = state
     return LinearAttentionState(*(x.contiguous() for x in (S[..., :D, :D], z[..., :D], c[..., :D], n)))

@@ -61,6 +61,11 @@ static_assert(__builtin_offsetof(Params, strides) == POINTERS_BYTES, "POINTERS o
 #endif
 static_assert(sizeof(Params) == POINTERS_BYTES + LAYOUT_BYTES, "LAYOUT of launch.py");
 
+// The tokens of a segment: the last ones may have fewer than the others, or none.
+DEVICE int tokens_of_segment(const Params& p, int segment) {
+  return max(0, min(p.segment_len, p.N - segment * p.segment_len));
+}
+
 // The address of a head of a sequence in one of the tensors.
 DEVICE u16* head_of(const Params& p, int tensor, int batch, int h) {
   return static_cast<u16*>(p.tensors[tensor]) + batch * p.strides[tensor].batch + h * p.strides[tensor].head;

@@ -76,14 +76,24 @@ class Segmentation(NamedTuple):
         )
 
 
+class Direction(NamedTuple):
+    """The launches of one direction, in this order."""
+
+    own: list[Launch]  # each segment's own state, from zero, into the scratch; sums of per-token decays
+    carry: list[Launch]  # these, in place, to the states before segments, from the initial one on
+    scans: list[Launch]
+
+
 class Plan:
     """The plan of a pass, from shapes, strides and options: its launches and its memory.
 
-    `strides`: of TENSORS (forward: of the first four); `a`, `b`: a number, None for a tensor. `make_plan`
-    caches plans: a short call takes mostly host time, and autograd's thread runs it with cold CPU caches.
+    `strides`: of TENSORS (forward: of the first four); `a`, `b`: a number, None for a tensor; `piece`: an
+    empty segment follows the others, so that the state of all tokens is among those before segments.
+    `make_plan` caches plans: a short call takes mostly host time, and autograd's thread runs it with cold CPU
+    caches.
 
-    Launches: `forward`; or `rows` (for e), `states` (before the segments, unless forward left them), `dq`,
-    `reverse` (dk and dv) and `decay_gradient`. Memory, sizes in fp32 numbers by the names of struct Params:
+    Launches: `forward`; or `rows` (for e), `forward` (dq; its states unless forward left them), `reverse` (dk
+    and dv) and `decay_gradient`. Memory, sizes in fp32 numbers by the names of struct Params:
     `before` and `after`, of the scans in either direction, and `work`.
     """
 
@@ -99,13 +109,15 @@ class Plan:
         a: float | None,
         b: float | None,
         normalize_qk: bool,
+        piece: bool,
     ) -> None:
         self.B, self.N, self.H, self.D = shape
         self._strides = dict(zip(TENSORS, strides, strict=False))
-        range_ = 2.0 ** (self.N.bit_length() // 2) if dtype == torch.float16 else 1.0
+        self._piece = piece
+        self.range = 2.0 ** (self.N.bit_length() // 2) if dtype == torch.float16 else 1.0
         self._numbers = dict(
             N=self.N, H=self.H, normalize=int(normalize_qk), a_value=a or 0.0, b_value=b or 0.0,
-            range=range_, inverse_range=1 / range_,
+            range=self.range, inverse_range=1 / self.range,
         )  # fmt: skip
         arch, processors = card(device)
         self.variant = variant_for(arch, dtype, self.D, decay, rope, weights)
@@ -116,21 +128,23 @@ class Plan:
         if unsegmented:  # its one scan leaves a state a segment
             segmentation = segmentation._replace(sub_segments=1)
         self.before = self._scan_memory(segmentation)
-        self.states = self._sum_decays("FWD", segmentation) + self._states("FWD", segmentation)
         if "do" in self._strides:
             self._plan_backward(segmentation)
         elif unsegmented:
-            self.forward = [*self._sum_decays("FWD", segmentation), self._unsegmented(segmentation)]
+            sums, scans = self._sum_decays("FWD", segmentation), [self._unsegmented(segmentation)]
+            self.forward = Direction(*sums, scans)
         else:
-            self.forward = [*self.states, self._scan("scan", ("FWD",), segmentation)]
+            scans = [self._scan("scan", ("FWD",), segmentation)]
+            self.forward = Direction(*self._states("FWD", segmentation), scans)
 
     def _plan_backward(self, segmentation: Segmentation) -> None:
         scans = [modes for _, modes in self.variant.dk_dv]
         reverse = self._segmentation(scans=len(scans[0]))
         self.rows = self._row_products(segmentation)
-        self.dq = self._scan("scan", ("DQ",), segmentation)
-        self.reverse = self._sum_decays("DK", segmentation) + self._states("DK", reverse)
-        self.reverse += [self._scan(kernel, modes, reverse) for kernel, modes in self.variant.dk_dv]
+        dq = [self._scan("scan", ("DQ",), segmentation)]
+        dk_dv = [self._scan(kernel, modes, reverse) for kernel, modes in self.variant.dk_dv]
+        self.forward = Direction(*self._states("FWD", segmentation), dq)
+        self.reverse = Direction(*self._states("DK", reverse), dk_dv)
         self.decay_gradient = [
             self._per_span("decay_gradient", mode, segmentation)
             for mode in ("TOTALS", None)
@@ -178,6 +192,7 @@ class Plan:
         """The segmentation with which `scans` concurrent scans fill the card."""
         heads, chunk = self.B * self.H, self.variant.chunk
         segments, segment_len = choose_segments(scans * heads, self.N, chunk, self._slots)
+        segments += self._piece
         sub_segments = choose_sub_segments(heads * (segments - 1), segment_len // chunk, self._slots)
         return Segmentation(segments, segment_len, sub_segments)
 
@@ -186,7 +201,7 @@ class Plan:
         not."""
         blocks = self.B * self.H * (self.D // 64)
         exists = ("scan_unsegmented", "FWD") in self._kernels and segmentation.segments > 1
-        return exists and 3 * blocks > 2 * self._slots >= 2 * blocks
+        return exists and not self._piece and 3 * blocks > 2 * self._slots >= 2 * blocks
 
     def _scan(self, kernel: str, modes: tuple[str, ...], segmentation: Segmentation) -> Launch:
         # Of a pair all blocks of the first mode come first: two multiprocessors share an instruction cache,
@@ -199,28 +214,25 @@ class Plan:
         grid = self.D // 64, self.B * self.H, 1
         return self._launch("scan_unsegmented", ("FWD",), grid, segmentation, threads=4 * THREADS)
 
-    def _states(self, mode: str, segmentation: Segmentation) -> list[Launch]:
-        """Launches that write the state before every segment but the first into the scratch."""
-        if segmentation.segments == 1:
-            return []
-        for_states, heads = segmentation.for_states(), self.B * self.H
-        grid, prefix_grid = (for_states.segments - 1, heads, 1), (-(-state_size(self.D) // THREADS), heads, 1)
-        return [
-            self._launch("states", (mode,), grid, for_states),
-            self._launch("prefix", (mode,), prefix_grid, for_states, threads=THREADS, shared=0),
-        ]
+    def _states(self, mode: str, segmentation: Segmentation) -> tuple[list[Launch], list[Launch]]:
+        """A direction's launches `own` and `carry`, which write the state before every segment but the first
+        into the scratch."""
+        own, carry = self._sum_decays(mode, segmentation)
+        if segmentation.segments > 1:
+            for_states, heads = segmentation.for_states(), self.B * self.H
+            grid, values = (for_states.segments - 1, heads, 1), -(-state_size(self.D) // THREADS)
+            own.append(self._launch("states", (mode,), grid, for_states))
+            carry.append(self._launch("prefix", (mode,), (values, heads, 1), for_states, THREADS, shared=0))
+        return own, carry
 
-    def _sum_decays(self, mode: str, segmentation: Segmentation) -> list[Launch]:
-        """Launches that sum the per-token decays, in the direction of a mode."""
-        launches = []
+    def _sum_decays(self, mode: str, segmentation: Segmentation) -> tuple[list[Launch], list[Launch]]:
+        """Those of them that sum the per-token decays."""
+        own, carry, grid = [], [], (1, self.B * self.H, 1)
         if ("sum_decays", mode) in self._kernels:
-            launches.append(self._per_span("sum_decays", mode, segmentation))
+            own.append(self._per_span("sum_decays", mode, segmentation))
         if ("sum_counts", mode) in self._kernels:
-            grid = 1, self.B * self.H, 1
-            launches.append(
-                self._launch("sum_counts", (mode,), grid, segmentation, threads=DECAY_THREADS, shared=0)
-            )
-        return launches
+            carry.append(self._launch("sum_counts", (mode,), grid, segmentation, DECAY_THREADS, shared=0))
+        return own, carry
 
     def _per_span(self, kernel: str, mode: str | None, segmentation: Segmentation) -> Launch:
         """A launch with one block for every DECAY_SPAN tokens of DECAY_HEADS heads."""

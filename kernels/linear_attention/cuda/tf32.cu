@@ -19,10 +19,10 @@ __global__ void tf32_prefix(const __grid_constant__ Tf32Params p) {
   constexpr int SIZE = (D + 1) * (D + 1);
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= SIZE) return;
-  float* at = p.states + i64(blockIdx.y) * SIZE + i;
-  float before = *at;
+  float before = p.initial ? p.initial[i64(blockIdx.y) * SIZE + i] : 0.f;
   for (int segment = 0; (segment + 1) * p.segment_len < p.N; segment++) {
-    at += i64(gridDim.y) * SIZE;
-    before = *at = *at + before * p.decays[segment * gridDim.y + blockIdx.y];
+    const i64 head = i64(segment) * gridDim.y + blockIdx.y;
+    float& at = p.states[head * SIZE + i];
+    before = at = at + before * p.decays[head];
   }
 }

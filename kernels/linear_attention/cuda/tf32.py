@@ -1,7 +1,7 @@
 """Linear attention in fp32 with a decay that all channels share, on the kernels of tf32.cu: builds, launches.
 
 A sum y_i = Σ_{j≤i} γ_{j+1} ⋯ γ_i (a_i·b_j) c_j is `states` and `prefix`, if the sequences are cut into
-segments, then a scan.
+segments, then a scan. A `Plan` has launches with all that calls of one layout share; a call adds addresses.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lingpt.kernels.linear_attention.call import LinearAttentionState
 from lingpt.kernels.linear_attention.cuda.channel_decay import most_shared
 from lingpt.kernels.linear_attention.cuda.compile import KernelSpec
 from lingpt.kernels.linear_attention.cuda.launch import Fields, Kernel, raw_stream
@@ -29,37 +29,26 @@ SLICE = 64  # channels of c that a block has at most
 SHORTEST_SEGMENT = 64  # tokens
 ROW_THREADS, ROW_LANES, PREFIX_THREADS = 256, 8, 128
 
-_STRIDED = ("x", "batch", "token", "head")
-_PER_TOKEN = (*_STRIDED, "value")
+# struct Tf32Params: pointers, different in each call; then what all calls of a plan share. The fields of the
+# numbers per token that are read have values.
+_NUMBERS = ("a_factor", "a_last", "b_factor", "b_last", "c_factor", "c_last", "log_decay")
+_TENSORS = ("a", "b", "c", "y", "y_last", *_NUMBERS)
+_STRIDES = ("batch", "token", "head")
 
 
-def _struct(name: str, fields: tuple[str, ...] = _STRIDED) -> dict[str, str]:
-    return {f"{name}_{field}": {"x": "P", "value": "f"}.get(field, "q") for field in fields}
+def _strides(names: Iterable[str]) -> dict[str, str]:
+    return {f"{name}_{dim}": "q" for name in names for dim in _STRIDES}
 
 
-def _operand(name: str) -> dict[str, str]:
-    return _struct(name) | _struct(f"{name}_factor", _PER_TOKEN) | _struct(f"{name}_last", _PER_TOKEN)
-
-
-PARAMS = Fields(
-    _operand("a") | _operand("b") | _operand("c")
-    | _struct("log_decay", _PER_TOKEN) | _struct("y") | _struct("y_last")
-    | dict.fromkeys(("states", "decays", "final"), "P")
-    | dict.fromkeys(("N", "H", "segment_len", "transposed", "decays_first", "divide"), "i")
-)  # fmt: skip
-_STRUCTS = {
-    name: tuple(f"{name}_{field}" for field in _STRIDED)
-    for name in (
-        *"abcxy",
-        *(f"{x}_{part}" for x in "abc" for part in ("factor", "last")),
-        *("log_decay", "y_last", "out"),
-    )
-}
-ROW_PARAMS = Fields(
-    _struct("x") | _struct("y") | _struct("out")
-    | dict.fromkeys(("norm", "factor", "dot", "g", "inverse_g"), "P")
-    | dict.fromkeys(("rows", "N", "H", "unused"), "I")
-)  # fmt: skip
+POINTERS = Fields(dict.fromkeys((*_TENSORS, "states", "decays", "initial", "final"), "P"))
+LAYOUT = Fields(
+    _strides(_TENSORS)
+    | {f"{name}_value": "f" for name in _NUMBERS}
+    | dict.fromkeys(("N", "H", "segment_len", "transposed", "decays_first", "divide", "unused"), "i")
+)
+# The same of struct Tf32RowParams.
+ROW_POINTERS = Fields(dict.fromkeys(("x", "y", "norm", "factor", "dot", "g", "inverse_g"), "P"))
+ROW_LAYOUT = Fields(_strides("xy") | {"factor_value": "f"} | dict.fromkeys(("rows", "N", "H"), "I"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +86,7 @@ class Build:
         scores = self.chunk // 16 * 16 * 20 * 4
         scan = both + 2 * self.chunk * row * 4 + scores + self.D * 4
         states = both + row * 4 + 16 * 20 * 4 + self.D * 4
-        return tuple(-(-x // 16) * 16 + 2 * tokens + 32 for x in (scan, states))  # type: ignore[return-value]
+        return tuple(-(-x // 16) * 16 + 2 * tokens + 8 * len(_TENSORS) for x in (scan, states))  # type: ignore[return-value]
 
     @functools.cached_property
     def blocks(self) -> int:
@@ -120,8 +109,8 @@ class Build:
     def spec(self) -> KernelSpec:
         scan, states = self.shared
         defines = {
-            "TF32_PARAMS_BYTES": PARAMS.size,
-            "TF32_ROW_PARAMS_BYTES": ROW_PARAMS.size,
+            "TF32_PARAMS_BYTES": POINTERS.size + LAYOUT.size,
+            "TF32_ROW_PARAMS_BYTES": ROW_POINTERS.size + ROW_LAYOUT.size,
             "SCAN_BYTES": scan,
             "STATES_BYTES": states,
             "LOG_ZERO": f"{LOG_ZERO[torch.float32]}f",
@@ -131,9 +120,7 @@ class Build:
 
     @functools.cached_property
     def kernels(self) -> dict[str, Kernel]:
-        """Compiled and loaded, by the keys of `names`."""
-        kernels = self.spec.compile(self.arch).load(self.names.values())
-        return {key: kernels[name] for key, name in self.names.items()}
+        return self.spec.load(self.arch, self.names)
 
 
 build_for = functools.cache(Build)  # which keeps its kernels
@@ -157,10 +144,19 @@ def segmentation(N: int, blocks: int, slots: int, chunk: int) -> tuple[int, int]
     return -(-N // length), length
 
 
+class Array(NamedTuple):
+    """[B, N, H, …] in fp32: the strides of these, and so many bytes behind the address that calls have for
+    `base`."""
+
+    base: str
+    strides: tuple[int, int, int]
+    offset: int = 0
+
+
 class PerToken(NamedTuple):
     """A number per token: `value` times x [B, N, H], or `value` if that is None."""
 
-    x: Tensor | None = None
+    x: Array | None = None
     value: float = 1.0
 
 
@@ -168,49 +164,131 @@ ONE, ZERO = PerToken(), PerToken(value=0.0)
 
 
 class Operand(NamedTuple):
-    """Rows of a sum: factor · x [B, N, H, D] in fp32, and one more channel."""
+    """Rows of a sum: factor · x [B, N, H, D], and one more channel."""
 
-    x: Tensor
+    x: Array
     factor: PerToken = ONE
     last: PerToken = ZERO
 
 
+class Arguments(NamedTuple):
+    """A struct of parameters: the fields of its pointers with the arrays, and the bytes behind them."""
+
+    fields: Fields
+    arrays: tuple[tuple[str, str, int], ...]  # the pointer's name, base, offset
+    layout: bytes
+
+    @classmethod
+    def of(
+        cls, fields: Fields, layout: Fields, arrays: Mapping[str, Array | None], **values: float
+    ) -> Arguments:
+        given = {name: x for name, x in arrays.items() if x is not None}
+        for name, x in given.items():
+            if f"{name}_batch" in layout.names:
+                values |= {f"{name}_{dim}": n for dim, n in zip(_STRIDES, x.strides, strict=True)}
+        pointers = tuple((name, x.base, x.offset) for name, x in given.items())
+        return cls(fields, pointers, layout.pack(values))
+
+    def pack(self, addresses: Mapping[str, int]) -> bytes:
+        pointers = {name: addresses[base] + offset for name, base, offset in self.arrays}
+        return self.fields.pack(pointers) + self.layout
+
+
+class Launch(NamedTuple):
+    """A kernel with its grid and arguments."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+    arguments: tuple[Arguments, ...]
+
+
+class Plan:
+    """Launches on arrays of one shape [B, N, H, D], and their memory, the base "scratch"."""
+
+    def __init__(self, device: torch.device, shape: tuple[int, int, int, int]) -> None:
+        arch, processors = card(device)
+        self.device, self.shape = device, shape
+        self.build = build = build_for(arch, shape[3])
+        B, N, H, _ = shape
+        slots = processors * build.blocks
+        self.segments, self.segment_len = segmentation(N, build.slices * B * H, slots, build.chunk)
+        self.launches: list[Launch] = []
+        self._size = 0  # bytes of scratch
+
+    def run(self, addresses: Mapping[str, int]) -> Tensor:
+        """Launches all; the scratch, which is to live as long as it is read."""
+        scratch = torch.empty(self._size // 4, device=self.device)
+        addresses, stream = {**addresses, "scratch": scratch.data_ptr()}, raw_stream(self.device.index)
+        for kernel, grid, threads, shared, arguments in self.launches:
+            kernel(grid, threads, shared, stream, *[x.pack(addresses) for x in arguments])
+        return scratch
+
+    def empty(self, numbers: int, strides: tuple[int, int, int] = (0, 0, 0)) -> Array:
+        """So many numbers of the scratch."""
+        found = Array("scratch", strides, self._size)
+        self._size += -(-numbers // 4) * 16
+        return found
+
+    def empty_rows(self) -> Array:
+        """[B, N, H, D]."""
+        B, N, H, D = self.shape
+        return self.empty(B * N * H * D, (N * H * D, H * D, D))
+
+    def empty_numbers(self) -> Array:
+        """[B, N, H], in memory [B, H, N]."""
+        B, N, H, _ = self.shape
+        return self.empty(B * H * N, (H * N, 1, N))
+
+    def numbers_of(self, scratch: Tensor, x: Array) -> Tensor:
+        """What is in scratch after `run`, as [B, H, N]."""
+        B, N, H, _ = self.shape
+        return scratch.as_strided((B, H, N), (H * N, N, 1), x.offset // 4)
+
+    def rows_of(self, scratch: Tensor, x: Array) -> Tensor:
+        """The same, [B, N, H, D]."""
+        return scratch.as_strided(self.shape, (*x.strides, 1), x.offset // 4)
+
+    def rows(self, kernel: str, *calls: Mapping[str, Array | None], factors: tuple[float, ...] = ()) -> None:
+        """A kernel of tf32_rows.cuh, on arrays of rows x, y, and others in memory [B, H, N]. Some are for two
+        calls; `factors`: a value of each."""
+        B, N, H, _ = self.shape
+        arguments = tuple(
+            Arguments.of(ROW_POINTERS, ROW_LAYOUT, x, rows=B * N * H, N=N, H=H, factor_value=factor)
+            for x, factor in zip(calls, factors or (1.0,) * len(calls), strict=True)
+        )
+        grid = (-(-B * N * H * ROW_LANES // ROW_THREADS), len(calls), 1)
+        self.launch(kernel, grid, ROW_THREADS, 0, *arguments)
+
+    def launch(
+        self, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, *arguments: Arguments
+    ) -> None:
+        self.launches.append(Launch(self.build.kernels[kernel], grid, threads, shared, arguments))
+
+
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Sums over tensors of one shape [B, N, H, D], with one decay; in reverse from the last token to the
-    first, each of which decays what is after it."""
+    """Sums that a plan launches, with one decay; in reverse from the last token to the first, each of which
+    decays what is after it."""
 
-    shape: tuple[int, int, int, int]
-    device: torch.device
-    log_decay: Tensor | None  # [B, N, H]
+    plan: Plan
+    log_decay: Array | None  # [B, N, H]
     reverse: bool = False
 
-    @functools.cached_property
-    def build(self) -> Build:
-        return build_for(card(self.device)[0], self.shape[3])
-
-    @functools.cached_property
-    def segments(self) -> tuple[int, int]:
-        (B, N, H, _), build = self.shape, self.build
-        slots = card(self.device)[1] * build.blocks
-        return segmentation(N, build.slices * B * H, slots, build.chunk)
-
-    def reversed(self) -> Sums:
-        return dataclasses.replace(self, reverse=not self.reverse)
-
-    def states(self, initial: LinearAttentionState | None, b: Operand, c: Operand, last: bool) -> Tensor:
-        """Σ b_j c_jᵀ before each segment, [segments, B, H, D + 1, D + 1]. last: whether c has the channel."""
-        (B, _, H, D), (segments, _) = self.shape, self.segments
-        states, decays = self.empty(segments, B, H, D + 1, D + 1), self.empty(segments, B, H)
-        first = states[0].zero_()
-        if initial is not None:
-            first[..., :D, :D], first[..., D, :D] = initial.S, initial.c
-            first[..., :D, D], first[..., D, D] = initial.z, initial.n
-        if segments > 1:
-            values = self._values(b=b, c=c) | dict(states=states.data_ptr(), decays=decays.data_ptr())
-            self._launch("states" + " last" * last, segments - 1, values)
-            grid = (-(-((D + 1) ** 2) // PREFIX_THREADS), B * H, 1)
-            self.build.kernels["prefix"](grid, PREFIX_THREADS, 0, self._stream, PARAMS.pack(values))
+    def states(self, b: Operand, c: Operand, last: bool, initial: Array | None) -> Array:
+        """Σ b_j c_jᵀ before each segment but the first, [segments − 1, B, H, D + 1, D + 1], from that before
+        the first [B, H, D + 1, D + 1], None for zeros. last: whether c has the channel."""
+        plan, build = self.plan, self.plan.build
+        B, _, H, D = plan.shape
+        cuts, size = plan.segments - 1, (D + 1) ** 2
+        states = plan.empty(cuts * B * H * size)
+        if cuts:
+            arrays = dict(states=states, decays=plan.empty(cuts * B * H), initial=initial)
+            arguments = self._arguments(arrays, dict(b=b, c=c))
+            grid = build.slices, B * H, cuts
+            plan.launch("states" + " last" * last, grid, build.threads, build.shared[1], arguments)
+            plan.launch("prefix", (-(-size // PREFIX_THREADS), B * H, 1), PREFIX_THREADS, 0, arguments)
         return states
 
     def scan(
@@ -218,77 +296,50 @@ class Sums:
         a: Operand,
         b: Operand,
         c: Operand,
-        states: Tensor,
-        y: Tensor,
+        states: Array,
+        y: Array,
         *,
-        y_last: Tensor | None = None,
-        final: Tensor | None = None,
+        y_last: Array | None = None,
+        initial: Array | None = None,
+        final: Array | None = None,
         divide: bool = False,
         transposed: bool = False,
     ) -> None:
         """Writes y [B, N, H, D], and if they are not None y_last [B, N, H] and the final state
         [B, H, D + 1, D + 1].
 
-        divide: y by y_last. transposed: `states` are those of Σ c_j b_jᵀ. The last channel of c, and what
-        `final` has of it, is computed for y_last only.
+        divide: y by y_last. transposed: `states` and `initial` are those of Σ c_j b_jᵀ. The last channel of
+        c, and what `final` has of it, is computed for y_last only.
         """
-        last = divide or y_last is not None
-        values = self._values(a=a, b=b, c=c) | self._strided("y", y)
-        if y_last is not None:
-            values |= self._strided("y_last", y_last)
-        values |= dict(states=states.data_ptr(), divide=divide, transposed=transposed)
-        values["final"] = 0 if final is None else final.data_ptr()
-        self._launch("scan" + " last" * last, self.segments[0], values)
+        plan, build, last = self.plan, self.plan.build, divide or y_last is not None
+        arrays = dict(states=states, initial=initial, final=final, y=self._in_order(y))
+        arrays["y_last"] = y_last and self._in_order(y_last)
+        arguments = self._arguments(arrays, dict(a=a, b=b, c=c), divide=divide, transposed=transposed)
+        grid = build.slices, plan.shape[0] * plan.shape[2], plan.segments
+        plan.launch("scan" + " last" * last, grid, build.threads, build.shared[0], arguments)
 
-    def rows(self, kernel: str, tensors: dict[str, Tensor], per_token: dict[str, Tensor | None]) -> None:
-        """A kernel of tf32_rows.cuh, on tensors [B, N, H, D] and contiguous ones [B, H, N]."""
-        B, N, H, _ = self.shape
-        values: dict[str, float] = dict(rows=B * N * H, N=N, H=H)
-        for name, x in tensors.items():
-            values |= zip(_STRUCTS[name], (x.data_ptr(), *x.stride()[:3]), strict=True)
-        values |= {name: x.data_ptr() for name, x in per_token.items() if x is not None}
-        grid = (-(-B * N * H * ROW_LANES // ROW_THREADS), 1, 1)
-        self.build.kernels[kernel](grid, ROW_THREADS, 0, self._stream, ROW_PARAMS.pack(values))
-
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, device=self.device)
-
-    def empty_state(self) -> Tensor:
-        B, _, H, D = self.shape
-        return self.empty(B, H, D + 1, D + 1)
-
-    @property
-    def _stream(self) -> int:
-        return raw_stream(self.device.index)
-
-    def _launch(self, kernel: str, segments: int, values: dict[str, float]) -> None:
-        (B, _, H, _), build = self.shape, self.build
-        grid, shared = (build.slices, B * H, segments), build.shared[kernel.startswith("states")]
-        build.kernels[kernel](grid, build.threads, shared, self._stream, PARAMS.pack(values))
-
-    def _values(self, **operands: Operand) -> dict[str, float]:
-        _, N, H, _ = self.shape
-        values: dict[str, float] = dict(N=N, H=H, segment_len=self.segments[1], decays_first=not self.reverse)
+    def _arguments(
+        self, arrays: dict[str, Array | None], operands: Mapping[str, Operand], **values: float
+    ) -> Arguments:
+        _, N, H, _ = self.plan.shape
         if self.log_decay is not None:  # in reverse what comes to a token is decayed by the one after it
-            values |= self._strided("log_decay", self.log_decay, after=self.reverse)
+            arrays = arrays | dict(log_decay=self._in_order(self.log_decay, after=self.reverse))
             values["log_decay_value"] = 1.0
-        for name, x in operands.items():
-            values |= self._strided(name, x.x)
-            for part, (per_token, value) in (("factor", x.factor), ("last", x.last)):
+        for name, operand in operands.items():
+            arrays[name] = self._in_order(operand.x)
+            for part, (x, value) in (("factor", operand.factor), ("last", operand.last)):
                 values[f"{name}_{part}_value"] = value
-                if per_token is not None:
-                    values |= self._strided(f"{name}_{part}", per_token)
-        return values
+                arrays[f"{name}_{part}"] = x and self._in_order(x)
+        values |= dict(N=N, H=H, segment_len=self.plan.segment_len, decays_first=not self.reverse)
+        return Arguments.of(POINTERS, LAYOUT, arrays, **values)
 
-    def _strided(self, name: str, x: Tensor, after: bool = False) -> dict[str, float]:
-        """The address and the strides of x [B, N, H, …], of its tokens in reverse if so; `after`: each of
-        them has the number of the token after it."""
-        batch, token, head, *_ = x.stride()
-        address = x.data_ptr()
-        if self.reverse:
-            address += x.element_size() * token * (x.shape[1] - 1 + after)
-            token = -token
-        return dict(zip(_STRUCTS[name], (address, batch, token, head), strict=True))
+    def _in_order(self, x: Array, after: bool = False) -> Array:
+        """x, from the last token to the first if in reverse; `after`: each has the number of the next one."""
+        if not self.reverse:
+            return x
+        batch, token, head = x.strides
+        offset = x.offset + 4 * token * (self.plan.shape[1] - 1 + after)
+        return Array(x.base, (batch, -token, head), offset)
 
 
 def fits(x: Tensor) -> bool:

@@ -7,9 +7,12 @@ additional column as a number per token. The three sums of the backward pass sha
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import (
@@ -20,144 +23,271 @@ from lingpt.kernels.linear_attention.call import (
     Outputs,
 )
 from lingpt.kernels.linear_attention.chunkwise import pack, unpack
-from lingpt.kernels.linear_attention.cuda.tf32 import ONE, ZERO, Operand, PerToken, Sums, fits, fitting
+from lingpt.kernels.linear_attention.cuda.tf32 import (
+    ONE,
+    ZERO,
+    Array,
+    Operand,
+    PerToken,
+    Plan,
+    Sums,
+    fits,
+    fitting,
+)
 from lingpt.kernels.numerics import LOG_ZERO, decay_gradient, per_head, rotate, rotate_backward
 
 
-class _Inputs(NamedTuple):
-    """q' = [b q̂, a], k' = [k̂, 1] and v' = [v, 1], without the normaliser v' = v."""
+class _Layout(NamedTuple):
+    """What calls that share their plans have in common."""
 
-    q: Operand
-    k: Operand
-    v: Operand
-    stats: Tensor  # as in Outputs; g is not yet known if they were made here
+    device: torch.device
+    shape: tuple[int, int, int, int]
+    strides: tuple[tuple[str, tuple[int, int, int]], ...]  # of the tensors, by name
+    a: float | None  # None: a tensor, like b
+    b: float | None
+    normalize: bool
+    normalize_qk: bool
+    starts: bool  # whether there is an initial state
+    ends: bool  # whether the final one is returned, or has a gradient
+    recomputes: bool = False  # whether backward's o is another than was rounded
+
+
+class _Tensors(dict[str, Tensor]):
+    """The tensors of a call in fp32, rows as the kernels read them, by the names of _Layout."""
 
     @classmethod
-    def of(cls, call: Call, sums: Sums, stats: Tensor | None = None) -> _Inputs:
-        """`stats`: those of the forward pass."""
-        B, N, H, _ = call.shape
+    def of(cls, call: Call) -> _Tensors:
         q, k, v = call.views
         if call.cos is not None and call.sin is not None:
             q, k = (rotate(x.float(), call.cos, call.sin) for x in (q, k))
-        q, k, v = fitting(q), fitting(k), fitting(v)
-        if stats is None:
-            filled = call.normalize and call.normalize_qk
-            stats = sums.empty(3, B, H, N) if filled else q.new_ones(3, B, H, N)
-            for x, norm in ((q, stats[1]), (k, stats[2])) if call.normalize_qk else ():
-                sums.rows("norms", {"x": x}, {"dot": norm})
-        q_r, k_r = stats[1:].transpose(2, 3)
-        a, b = (per_head(x, 3, 2, torch.float32) for x in (call.constant, call.coefficient))
-        q_factor = PerToken(q_r * b) if isinstance(b, Tensor) else PerToken(q_r, b)
-        a_last = PerToken(a.expand(B, N, H)) if isinstance(a, Tensor) else PerToken(value=a)
-        v_last = ONE if call.normalize else ZERO
-        operands = Operand(q, q_factor, a_last), Operand(k, PerToken(k_r), ONE), Operand(v, ONE, v_last)
-        return cls(*operands, stats)
+        found = cls(q=fitting(q), k=fitting(k), v=fitting(v))
+        decay = call.head_log_decay if call.token_log_decay is None else call.token_log_decay
+        if decay is not None:
+            found["log_decay"] = decay
+        if isinstance(call.constant, Tensor):
+            found["a"] = call.constant.float()
+        return found
+
+    def layout(self, call: Call, ends: bool, recomputes: bool = False) -> _Layout:
+        a, b = call.constant, call.coefficient
+        return _Layout(
+            call.device,
+            call.shape,
+            tuple([(name, _token_strides(x)) for name, x in self.items()]),
+            a=None if isinstance(a, Tensor) else a,
+            b=None if isinstance(b, Tensor) else b,
+            normalize=call.normalize,
+            normalize_qk=call.normalize_qk,
+            starts=call.S is not None,
+            ends=ends,
+            recomputes=recomputes,
+        )
+
+    def addresses(self) -> dict[str, int]:
+        return {name: x.data_ptr() for name, x in self.items()}
+
+
+def _token_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of batches, tokens and heads of [B, N, H, …], or [H]."""
+    batch, token, head, *_ = (0, 0, *x.stride()) if x.ndim == 1 else x.stride()
+    return batch, token, head
+
+
+class _Planned(Plan):
+    """A plan with the rows q' = [b q̂, a], k' = [k̂, 1] and v' = [v, 1], without the normaliser v' = v.
+
+    Its bases are the names of _Tensors, to which a call adds more (`_add_inputs`).
+    """
+
+    def __init__(self, layout: _Layout) -> None:
+        super().__init__(layout.device, layout.shape)
+        B, N, H, _ = layout.shape
+        self.arrays = {name: Array(name, strides) for name, strides in layout.strides}
+        self.stats = [Array("stats", (H * N, 1, N), 4 * i * B * H * N) for i in range(3)]  # as in Outputs
+        q_r, k_r = self.stats[1:] if layout.normalize_qk else (None, None)
+        q_factor = PerToken(Array("bq_r", (H * N, 1, N))) if layout.b is None else PerToken(q_r, layout.b)
+        a = PerToken(self.arrays["a"]) if layout.a is None else PerToken(value=layout.a)
+        self.q = Operand(self.arrays["q"], q_factor, a)
+        self.k = Operand(self.arrays["k"], PerToken(k_r), ONE)
+        self.v = Operand(self.arrays["v"], ONE, ONE if layout.normalize else ZERO)
+        self.sums = Sums(self, self.arrays.get("log_decay"))
+        self.initial = Array("initial", (0, 0, 0)) if layout.starts else None
+
+    def states(self, layout: _Layout) -> Array:
+        """Σ k'v'ᵀ."""
+        return self.sums.states(self.k, self.v, layout.normalize, self.initial)
+
+    def outputs(self, layout: _Layout, states: Array, o: Array, g: Array, final: Array | None) -> None:
+        y_last = g if layout.normalize else None
+        self.sums.scan(
+            *(self.q, self.k, self.v, states, o),
+            y_last=y_last, initial=self.initial, final=final, divide=layout.normalize,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _norms_plan(layout: _Layout) -> Plan:
+    plan = _Planned(layout)
+    _, q_r, k_r = plan.stats
+    plan.rows("norms", dict(x=plan.q.x, norm=q_r), dict(x=plan.k.x, norm=k_r))
+    return plan
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_plan(layout: _Layout) -> Plan:
+    plan = _Planned(layout)
+    _, N, H, D = layout.shape
+    o, final = Array("o", (N * H * D, H * D, D)), Array("final", (0, 0, 0)) if layout.ends else None
+    plan.outputs(layout, plan.states(layout), o, plan.stats[0], final)
+    return plan
 
 
 def forward(call: Call) -> Outputs:
     """As in `operator.Backend`."""
     with torch.no_grad():
-        sums = _sums(call)
-        rows = _Inputs.of(call, sums)
-        final = sums.empty_state() if call.return_state else None
-        states = sums.states(call.initial_state, rows.k, rows.v, call.normalize)
-        o = _outputs(call, sums, rows, states, final)
-        return Outputs(o.to(call.dtype), rows.stats, None if final is None else _unpack(call, final))
+        (B, N, H, D), device = call.shape, call.device
+        tensors = _Tensors.of(call)
+        layout = tensors.layout(call, call.return_state)
+        filled = call.normalize and call.normalize_qk
+        stats = tensors["stats"] = (torch.empty if filled else torch.ones)((3, B, H, N), device=device)
+        if call.normalize_qk:
+            _norms_plan(layout).run(tensors.addresses())
+        o = tensors["o"] = torch.empty((B, N, H, D), device=device)
+        if layout.ends:
+            tensors["final"] = torch.empty((B, H, D + 1, D + 1), device=device)
+        _add_inputs(tensors, call)
+        _forward_plan(layout).run(tensors.addresses())
+        state = _unpack(call, tensors["final"]) if layout.ends else None
+        return Outputs(o.to(call.dtype), stats, state)
+
+
+class _Backward(_Planned):
+    """The three sums, and the gradients of q and k from those of q' and k'; others follow from its arrays."""
+
+    def __init__(self, layout: _Layout) -> None:
+        super().__init__(layout)
+        self.along_q, self.along_k = self.empty_numbers(), self.empty_numbers()
+        decays = "log_decay" in self.arrays
+        self.q_last = self.empty_numbers() if decays or layout.a is None else None
+        self.k_last = self.empty_numbers() if decays else None
+        self.dq, self.dk, self.dv = (self.arrays.get(x) or self.empty_rows() for x in ("dq", "dk", "dv"))
+        states, o, g, q, k = self.states(layout), self.arrays["o"], self.stats[0], self.q, self.k
+        if layout.recomputes:
+            o = self.empty_rows()
+            self.outputs(layout, states, o, self.empty_numbers(), None)
+        h = self._output_gradient(layout, o, g)
+        v, sums = self.v, self.sums
+        sums.scan(h, v, k, states, self.dq, y_last=self.q_last, initial=self.initial, transposed=True)
+        # for the initial state's gradient alone
+        v_last = self.empty_numbers() if layout.starts and layout.normalize else None
+        start = Array("to_start", (0, 0, 0)) if layout.starts else None
+        end = Array("dstate", (0, 0, 0)) if layout.ends else None
+        sums = Sums(self, sums.log_decay, reverse=True)
+        states = sums.states(q, h, layout.normalize, end)
+        sums.scan(v, h, q, states, self.dk, y_last=self.k_last, initial=end, transposed=True)
+        sums.scan(k, q, h, states, self.dv, y_last=v_last, initial=end, final=start)
+
+        (_, q_r, k_r), normed = self.stats, layout.normalize_qk
+        self.rows(
+            "input_gradient",
+            dict(x=q.x, y=self.dq, norm=q_r if normed else None, factor=q.factor.x, dot=self.along_q),
+            dict(x=k.x, y=self.dk, norm=k_r if normed else None, factor=k.factor.x, dot=self.along_k),
+            factors=(q.factor.value, 1.0),
+        )
+
+    def _output_gradient(self, layout: _Layout, o: Array, g: Array) -> Operand:
+        """The rows h' = [do/g, −(do·o)/g], without the normaliser do."""
+        do = self.arrays["do"]
+        if not layout.normalize:
+            return Operand(do)
+        inverse, last = self.empty_numbers(), self.empty_numbers()
+        self.rows("dots", dict(x=do, y=o, g=g, inverse_g=inverse, dot=last))
+        return Operand(do, PerToken(inverse), PerToken(last))
+
+
+_backward_plan = functools.lru_cache(maxsize=1024)(_Backward)
 
 
 def backward(
     call: Call, saved: Outputs, gradients: OutputGradients, out: tuple[Tensor, ...]
 ) -> InputGradients:
     """As in `operator.Backend`."""
-    (o, stats, final), (do, dstate), (dq, dk, dv) = saved, gradients, out
+    (o, stats, final), (do, dstate) = saved, gradients
     with torch.no_grad():
-        sums, (B, N, H, _) = _sums(call), call.shape
-        rows = _Inputs.of(call, sums, stats)
-        (q, k, v, _), do = rows, fitting(do)
-        states = sums.states(call.initial_state, k, v, call.normalize)
-        if call.normalize and o.dtype != do.dtype:  # as in the chunkwise form
-            o = _outputs(call, sums, rows._replace(stats=stats.clone()), states, None)
-        h = _output_gradient(call, sums, do, o, stats[0])
-
-        decays, starts = call.token_log_decay is not None, call.S is not None
-        dQ, dK, dV = (dv if x is dv and fits(dv) else sums.empty(*call.shape) for x in out)
-        q_last = sums.empty(B, N, H) if decays or call.a is not None else None
-        k_last = sums.empty(B, N, H) if decays else None
-        v_last = sums.empty(B, N, H) if starts and call.normalize else None  # for the state alone
-        to_start = sums.empty_state() if starts else None
-        sums.scan(h, v, k, states, dQ, y_last=q_last, transposed=True)
-        after = sums.reversed()
-        states = after.states(dstate, q, h, call.normalize)
-        after.scan(v, h, q, states, dK, y_last=k_last, transposed=True)
-        after.scan(k, q, h, states, dV, y_last=v_last, final=to_start)
-
-        a, b = (per_head(x, 3, 1, torch.float32) for x in (call.constant, call.coefficient))  # for [B, H, N]
-        along_q = _input_gradient(call, sums, q.x, dQ, stats[1], stats[1] * b, dq)
-        along_k = _input_gradient(call, sums, k.x, dK, stats[2], stats[2], dk)
-        if dV is not dv:
-            dv.copy_(dV)
-        d_token_log_decay = None
-        if q_last is not None and k_last is not None:
-            dG = along_q * b + a * q_last.mT - along_k - k_last.mT
-            d_token_log_decay = _decay_gradient(call, dG.mT, final, dstate)
-        da = None if call.a is None or q_last is None else q_last.sum((0, 1))
-        db = None if call.b is None else call.shrink_b(along_q.sum((0, 2)))
-        if to_start is None:
-            return InputGradients(da, db, d_token_log_decay)
-        if sums.log_decay is not None:
-            to_start *= sums.log_decay[:, 0].clamp(min=LOG_ZERO[torch.float32]).exp()[..., None, None]
-        return InputGradients(da, db, d_token_log_decay, _unpack(call, to_start))
+        (B, _, H, D), rotates = call.shape, call.cos is not None
+        tensors = _Tensors.of(call)
+        tensors["do"], tensors["o"] = fitting(do), fitting(o)
+        for name, x in zip(("dq", "dk", "dv"), out, strict=True):
+            if fits(x) and (name == "dv" or not rotates):
+                tensors[name] = x
+        recomputes = call.normalize and o.dtype != torch.float32  # as in the chunkwise form
+        layout = tensors.layout(call, dstate is not None, recomputes=recomputes)
+        plan = _backward_plan(layout)
+        tensors["stats"] = stats.contiguous()
+        if dstate is not None:
+            tensors["dstate"] = _pack(call, dstate)
+        if call.S is not None:
+            tensors["to_start"] = torch.empty((B, H, D + 1, D + 1), device=call.device)
+        _add_inputs(tensors, call)
+        scratch = plan.run(tensors.addresses())
+        for name, x, d in zip(("dq", "dk", "dv"), out, (plan.dq, plan.dk, plan.dv), strict=True):
+            if name not in tensors:
+                dx = plan.rows_of(scratch, d)
+                rotated = rotates and name != "dv"
+                x.copy_(rotate_backward(dx, call.cos, call.sin) if rotated else dx)  # type: ignore[arg-type]
+        return _other_gradients(call, plan, scratch, tensors, final, dstate)
 
 
-def _sums(call: Call) -> Sums:
-    decay = call.token_log_decay
-    if decay is None and call.head_log_decay is not None:
-        decay = call.head_log_decay.expand(call.shape[:3])
-    return Sums(call.shape, call.device, decay)
+def clear_plans() -> None:
+    """Plans keep the kernels that they launch; tests replace them."""
+    for plans in (_norms_plan, _forward_plan, _backward_plan):
+        plans.cache_clear()
+
+
+def _add_inputs(tensors: _Tensors, call: Call) -> None:
+    """Those that follow from others: b/‖q‖ and the initial state, if the plans read them."""
+    if call.b is not None:
+        tensors["bq_r"] = tensors["stats"][1] * per_head(call.coefficient, 3, 1, torch.float32)
+    if call.S is not None:
+        tensors["initial"] = _pack(call, call.initial_state)
+
+
+def _other_gradients(
+    call: Call,
+    plan: _Backward,
+    scratch: Tensor,
+    tensors: Mapping[str, Tensor],
+    final: LinearAttentionState | None,
+    dstate: LinearAttentionState | None,
+) -> InputGradients:
+    """The gradients besides those of q, k and v, from what the plan has left."""
+    da = db = d_token_log_decay = None
+    if call.a is not None and plan.q_last is not None:
+        da = plan.numbers_of(scratch, plan.q_last).sum((0, 2))
+    if call.b is not None:
+        db = call.shrink_b(plan.numbers_of(scratch, plan.along_q).sum((0, 2)))
+    if call.token_log_decay is not None and plan.q_last is not None and plan.k_last is not None:
+        arrays = plan.along_q, plan.q_last, plan.along_k, plan.k_last
+        along_q, q_last, along_k, k_last = (plan.numbers_of(scratch, x) for x in arrays)
+        a, b = (per_head(x, 3, 1, torch.float32) for x in (call.constant, call.coefficient))
+        dG = along_q * b + a * q_last - along_k - k_last
+        at_end = None if dstate is None else (_pack(call, final) * tensors["dstate"]).sum((-2, -1))
+        d_token_log_decay = decay_gradient(dG.mT, at_end, call.token_log_decay)
+        d_token_log_decay.masked_fill_(call.token_log_decay <= LOG_ZERO[torch.float32], 0.0)
+    if call.S is None:
+        return InputGradients(da, db, d_token_log_decay)
+    to_start, decay = tensors["to_start"], tensors.get("log_decay")
+    if decay is not None:
+        first = decay if decay.ndim == 1 else decay[:, 0]
+        to_start *= first.clamp(min=LOG_ZERO[torch.float32]).exp()[..., None, None]
+    return InputGradients(da, db, d_token_log_decay, _unpack(call, to_start))
+
+
+def _pack(call: Call, state: LinearAttentionState | None) -> Tensor:
+    """[B, H, D + 1, D + 1], also without the normaliser."""
+    packed = pack(state, call)
+    return packed if call.normalize else F.pad(packed, (0, 1))
 
 
 def _unpack(call: Call, state: Tensor) -> LinearAttentionState:
     return unpack(state if call.normalize else state[..., :-1])
-
-
-def _outputs(call: Call, sums: Sums, rows: _Inputs, states: Tensor, final: Tensor | None) -> Tensor:
-    """o in fp32; writes g into rows.stats."""
-    o, g = sums.empty(*call.shape), rows.stats[0].mT if call.normalize else None
-    q, k, v, _ = rows
-    sums.scan(q, k, v, states, o, y_last=g, final=final, divide=call.normalize)
-    return o
-
-
-def _output_gradient(call: Call, sums: Sums, do: Tensor, o: Tensor, g: Tensor) -> Operand:
-    """The rows h' = [do/g, −(do·o)/g], without the normaliser do."""
-    if not call.normalize:
-        return Operand(do)
-    inverse, last = torch.empty_like(g), torch.empty_like(g)
-    sums.rows("dots", {"x": do, "y": fitting(o)}, {"g": g, "inverse_g": inverse, "dot": last})
-    return Operand(do, PerToken(inverse.mT), PerToken(last.mT))
-
-
-def _decay_gradient(
-    call: Call, dG: Tensor, final: LinearAttentionState | None, dstate: LinearAttentionState | None
-) -> Tensor | None:
-    """The gradient of token_log_decay, from dG = q'·dq' − k'·dk' [B, N, H]."""
-    if call.token_log_decay is None:
-        return None
-    at_end = (pack(final, call) * pack(dstate, call)).sum((-2, -1))
-    gradient = decay_gradient(dG, at_end, call.token_log_decay)
-    return gradient.masked_fill(call.token_log_decay <= LOG_ZERO[torch.float32], 0.0).contiguous()
-
-
-def _input_gradient(
-    call: Call, sums: Sums, x: Tensor, d: Tensor, norm: Tensor, factor: Tensor, out: Tensor
-) -> Tensor:
-    """Writes the gradient of x before rotation, given d, that of `factor`/`norm` x̂ with x̂ = `norm` x; returns
-    x̂·d [B, H, N]. norm, factor: [B, H, N]."""
-    along, rotates = torch.empty_like(norm), call.cos is not None and call.sin is not None
-    to = out if not rotates and fits(out) else torch.empty_like(d)
-    tensors = {"x": x, "y": d, "out": to}
-    per_token = {"norm": norm if call.normalize_qk else None, "factor": factor, "dot": along}
-    sums.rows("input_gradient", tensors, per_token)
-    if to is not out:
-        out.copy_(rotate_backward(to, call.cos, call.sin) if rotates else to)  # type: ignore[arg-type]
-    return along

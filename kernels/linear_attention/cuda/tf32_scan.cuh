@@ -9,42 +9,48 @@
 // a, b and c may have a factor per token and one more channel, the last, which tensor cores do not see: the last of a
 // and b adds to A, and to S the row R = Σ b_last c; with LAST, that of c adds the column Z = Σ c_last b, the corner
 // count = Σ b_last c_last, and y_last = Σ A c_last, the normaliser. These are the additional warp's work; it also
-// prepares the next tokens' numbers. `STATES`: computes only what the segment adds to the state.
+// prepares the next tokens' numbers. `STATES`: computes only what the segment adds to the state, from its last chunk to
+// its first, so that the decay to the segment's end is known.
 #pragma once
 #include "ptx/copy.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared_memory.cuh"
 
-// Strides are in elements; from the last token to the first, that of tokens is negative.
-struct PerToken {  // `value` times x [B, N, H]; `value` if that is null
-  const float* x;
-  i64 batch, token, head;
-  float value;
-  DEVICE float at(int bh, int H, int row) const {
-    return x ? value * x[bh / H * batch + row * token + bh % H * head] : value;
-  }
+// What a scan reads and writes: rows [B, N, H, D], then numbers per token [B, N, H]. A number is `value` times x, or
+// `value` if x is null.
+enum Tf32Tensor {
+  A_ROWS,
+  B_ROWS,
+  C_ROWS,
+  Y_ROWS,
+  Y_LAST,
+  A_FACTOR,
+  A_LAST,
+  B_FACTOR,
+  B_LAST,
+  C_FACTOR,
+  C_LAST,
+  LOG_DECAY,
+  TENSORS
 };
+constexpr int NUMBERS = TENSORS - A_FACTOR;  // that are read
 
-struct Tf32Operand {
-  const float* x;  // [B, N, H, D]
+struct Tf32Strides {  // in elements; from the last token to the first, that of tokens is negative
   i64 batch, token, head;
-  PerToken factor, last;
 };
 
 struct Tf32Params {
-  Tf32Operand a, b, c;
-  PerToken log_decay;
-  float* y;  // [B, N, H, D]
-  i64 y_batch, y_token, y_head;
-  float* y_last;  // like y, or null
-  i64 y_last_batch, y_last_token, y_last_head;
-  // The state before each segment, [segments, B, H, D + 1, D + 1]; STATES writes what a segment adds behind it, and
-  // its decay [segments, B, H]. `final`: the state behind the last segment, or null.
-  float *states, *decays, *final;
+  float* x[TENSORS];
+  // The state before each segment but the first, [segments − 1, B, H, D + 1, D + 1]; STATES writes what the segment
+  // before adds there, and its decay [segments − 1, B, H]. Before the first and behind the last segment, or null:
+  float *states, *decays, *initial, *final;
+  Tf32Strides strides[TENSORS];
+  float value[NUMBERS];
   int N, H, segment_len;
   int transposed;    // whether the states are
   int decays_first;  // whether the first token decays the state before it
   int divide;        // y by y_last
+  int unused;
 };
 static_assert(sizeof(Tf32Params) == TF32_PARAMS_BYTES, "PARAMS of tf32.py");
 
@@ -61,10 +67,10 @@ struct Split {
     }
   }
 };
-// `rest` may be d.
-DEVICE void mma(float (&d)[4], float (&rest)[4], const Split<4>& a, const Split<2>& b) {
-  mma_tf32(rest, a.lo, b.hi);
-  mma_tf32(rest, a.hi, b.lo);
+// d gets the large product, `left` and `right` those of a's and b's rest: sums apart wait less for one another.
+DEVICE void mma(float (&d)[4], float (&left)[4], float (&right)[4], const Split<4>& a, const Split<2>& b) {
+  mma_tf32(left, a.lo, b.hi);
+  mma_tf32(right, a.hi, b.lo);
   mma_tf32(d, a.hi, b.hi);
 }
 
@@ -86,7 +92,7 @@ struct Tf32Scan {
     float a[STATES ? 1 : 2][STATES ? 1 : CHUNK][ROW], b[2][CHUNK][ROW], c[2][CHUNK][C_ROW];
     float scores[STATES ? 1 : SUBS][16][SCORE_ROW], Z[D];
     Tokens tokens[2];
-    const float* of_head[4];  // a, b, c and y: in registers they would be recomputed for each chunk
+    float* of_head[TENSORS];  // in registers they would be recomputed for each chunk
   };
 
   const Tf32Params& p;
@@ -96,7 +102,7 @@ struct Tf32Scan {
   int tid = threadIdx.x, warp, lane, g, t;
   float state[D / 8][4], R[2];  // Sᵀ, 8 columns each; R of the channels of its rows
   float count;                  // of the additional warp
-  double segment_log = 0;
+  double later_log = 0;         // Σ log decays of the later chunks, for STATES
 
   DEVICE Tf32Scan(const Tf32Params& params, Shared& memory) : p(params), shared(memory) { recompute_lane(); }
   // Called between the phases of a chunk, which then recompute their addresses: kept, they would spill.
@@ -105,37 +111,61 @@ struct Tf32Scan {
     warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
   }
 
-  // Calls use(row, column) for this thread's groups of four columns of a tile.
+  // Calls use(n, row, column) for this thread's groups of four columns of a tile: all in one column, STEP rows apart.
+  template <int COLUMNS>
+  static constexpr int STEP = THREADS / (COLUMNS / 4);
   template <int COLUMNS, typename F>
   DEVICE void each_four(F use) const {
-    constexpr int FOURS = COLUMNS / 4, STEP = THREADS / FOURS;
+    constexpr int FOURS = COLUMNS / 4, STEPS = (CHUNK + STEP<COLUMNS> - 1) / STEP<COLUMNS>;
     const int column = tid % FOURS * 4, r = tid / FOURS;
-    if (r >= STEP) return;
+    if (r >= STEP<COLUMNS>) return;
 #pragma unroll
-    for (int from = 0; from < CHUNK; from += STEP)
-      if (from + STEP <= CHUNK || from + r < CHUNK) use(from + r, column);
+    for (int n = 0; n < STEPS; n++) {
+      const int row = r + n * STEP<COLUMNS>;
+      if ((n + 1) * STEP<COLUMNS> <= CHUNK || row < CHUNK) use(n, row, column);
+    }
+  }
+  // This thread's first group of a tile in which row `row` is the first.
+  template <int COLUMNS>
+  DEVICE float* first_four(Tf32Tensor which, int channel, int row) const {
+    constexpr int FOURS = COLUMNS / 4;
+    return shared.of_head[which] + (row + tid / FOURS) * p.strides[which].token + channel + tid % FOURS * 4;
   }
   template <int COLUMNS, int STRIDE>
-  DEVICE void load(float (&tile)[CHUNK][STRIDE], const float* x, i64 token, int channel, int row) const {
-    x += row * token + channel;
-    each_four<COLUMNS>([&](int r, int column) {
-      const bool ok = row + r < end && channel + column < D;
-      copy_async_16(shared_address(&tile[r][column]), ok ? x + r * int(token) + column : x, ok);
+  DEVICE void load(float (&tile)[CHUNK][STRIDE], Tf32Tensor which, int channel, int row) const {
+    const u32 to = shared_address(tile);
+    const float* from = first_four<COLUMNS>(which, channel, row);
+    const i64 step = STEP<COLUMNS> * p.strides[which].token;
+    each_four<COLUMNS>([&](int n, int r, int column) {
+      const bool ok = row + r < end && (D % COLUMNS == 0 || channel + column < D);
+      copy_async_16(to + (r * STRIDE + column) * 4, from + n * step, ok);
     });
   }
   DEVICE void load(int row, int stage) const {
-    if constexpr (!STATES) load<D>(shared.a[stage], shared.of_head[0], p.a.token, 0, row);
-    load<D>(shared.b[stage], shared.of_head[1], p.b.token, 0, row);
-    load<M>(shared.c[stage], shared.of_head[2], p.c.token, first, row);
+    if constexpr (!STATES) load<D>(shared.a[stage], A_ROWS, 0, row);
+    load<D>(shared.b[stage], B_ROWS, 0, row);
+    load<M>(shared.c[stage], C_ROWS, first, row);
     copy_async_commit();
   }
 
-  // The numbers of the tokens, one a lane.
-  DEVICE void prepare(int row, Tokens& to) {
+  // The numbers of the tokens, one a lane: read, all at once, a chunk before they are needed,
+  DEVICE void fetch(int row, float (&x)[NUMBERS]) const {
     const int at = row + lane;
-    const bool ok = lane < CHUNK && at < end;
-    auto of = [&](const PerToken& x) { return ok ? x.at(bh, p.H, at) : 0.f; };
-    const float decay = at || p.decays_first ? of(p.log_decay) : 0.f;
+    const bool ok = lane < CHUNK && begin <= at && at < end;
+#pragma unroll
+    for (int i = 0; i < NUMBERS; i++) {
+      const int which = A_FACTOR + i;
+      if ((STATES && which <= A_LAST) || (!LAST && which == C_LAST)) continue;
+      const float* from = shared.of_head[which];
+      const bool exists = ok && (which != LOG_DECAY || at || p.decays_first);
+      x[i] = exists ? p.value[i] : 0.f;
+      if (exists && from) x[i] *= from[at * p.strides[which].token];
+    }
+  }
+  // and what follows from them.
+  DEVICE void prepare(const float (&x)[NUMBERS], Tokens& to) {
+    auto of = [&](Tf32Tensor which) { return x[which - A_FACTOR]; };
+    const float decay = of(LOG_DECAY);
     double log = decay < LOG_ZERO ? LOG_ZERO : decay;  // NaN stays NaN
 #pragma unroll
     for (int d = 1; d < 16; d *= 2) {
@@ -143,21 +173,26 @@ struct Tf32Scan {
       if (lane % 16 >= d) log += before;
     }
     const double whole = __shfl_sync(FULL_WARP, log, 15, 16);
-    if (STATES) segment_log += whole + (SUBS == 2 ? __shfl_xor_sync(FULL_WARP, whole, 16) : 0.);
-    const float from_start = expf(float(log)), to_end = expf(float(whole - log));
-    const float b = of(p.b.factor), b_last = of(p.b.last), c_last = LAST ? of(p.c.last) : 0.f;
+    double end_log = whole;  // up to where the tokens' weights decay: the end of 16 tokens, or of the segment
+    if constexpr (STATES) {
+      const double other = SUBS == 2 ? __shfl_xor_sync(FULL_WARP, whole, 16) : 0.;
+      end_log += later_log + (lane < 16 ? other : 0.);
+      later_log += whole + other;  // 0 of chunks that there are not
+    }
+    const float from_start = expf(float(log)), to_end = expf(float(end_log - log));
+    const float b = of(B_FACTOR), b_last = of(B_LAST), c_last = LAST ? of(C_LAST) : 0.f;
     const float sum = sum_lanes<16>(b_last * c_last * to_end);
     if (lane >= CHUNK) return;
     to.log[lane] = log;
     if constexpr (!STATES) {
-      const float a = of(p.a.factor), a_last = of(p.a.last);
+      const float a = of(A_FACTOR), a_last = of(A_LAST);
       to.a[lane] = a, to.b[lane] = b, to.a_last[lane] = a_last, to.b_last[lane] = b_last, to.c_last[lane] = c_last;
       to.a_from_start[lane] = a * from_start, to.a_last_from_start[lane] = a_last * from_start;
-      to.scale[lane] = 1.f;
     }
-    to.c[lane] = of(p.c.factor), to.b_to_end[lane] = b * to_end, to.b_last_to_end[lane] = b_last * to_end;
+    to.c[lane] = of(C_FACTOR), to.b_to_end[lane] = b * to_end, to.b_last_to_end[lane] = b_last * to_end;
     to.z_to_end[lane] = b * c_last * to_end;
-    if (lane % 16 == 0) to.change[lane / 16] = expm1f(float(whole)), to.count[lane / 16] = sum;
+    if (lane % 16 == 0) to.count[lane / 16] = sum;
+    if (!STATES && lane % 16 == 0) to.change[lane / 16] = expm1f(float(whole));
   }
 
   // A of each 16 tokens, eight columns a task.
@@ -166,25 +201,37 @@ struct Tf32Scan {
 #pragma unroll 1
     for (int task = warp; task < 2 * SUBS; task += WARPS) {
       const int sub = task / 2, row = 16 * sub, column = task % 2 * 8;
-      float sum[4] = {}, rest[4] = {};
-#pragma unroll 4
-      for (int k = 2 * t; k < D; k += 8) {
+      float sum[4] = {}, left[4] = {}, right[4] = {};
+#pragma unroll(D <= 64 ? D / 8 : 4)
+      for (int n = 0; n < D / 8; n++) {
+        const int k = 8 * n + 2 * t;
         const float2 a0 = pair(shared.a[stage][row + g] + k), a1 = pair(shared.a[stage][row + g + 8] + k),
                      b = pair(shared.b[stage][row + column + g] + k);
-        mma(sum, rest, Split<4>({a0.x, a1.x, a0.y, a1.y}), Split<2>({b.x, b.y}));
+        mma(sum, left, right, Split<4>({a0.x, a1.x, a0.y, a1.y}), Split<2>({b.x, b.y}));
+      }
+      const int j = column + 2 * t, other = row + j;
+      const float2 b = pair(tokens.b + other), b_last = pair(tokens.b_last + other);
+      const double2 log = *reinterpret_cast<const double2*>(tokens.log + other);
+      float2 result[2];  // rows g and g + 8; stored together, as what is read might have been written
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const int i = g + 8 * n, token = row + i;
+        const float a = tokens.a[token], a_last = tokens.a_last[token];
+        const float decay0 = expf(float(tokens.log[token] - log.x)), decay1 = expf(float(tokens.log[token] - log.y));
+        const float x = sum[2 * n] + (left[2 * n] + right[2 * n]),
+                    y = sum[2 * n + 1] + (left[2 * n + 1] + right[2 * n + 1]);
+        const float u = (x * a * b.x + a_last * b_last.x) * decay0, w = (y * a * b.y + a_last * b_last.y) * decay1;
+        result[n] = make_float2(j <= i ? u : 0.f, j < i ? w : 0.f);
       }
 #pragma unroll
-      for (int n = 0; n < 4; n++) {
-        const int i = g + n / 2 * 8, j = column + 2 * t + n % 2, token = row + i, other = row + j;
-        const float product = (sum[n] + rest[n]) * tokens.a[token] * tokens.b[other],
-                    last = tokens.a_last[token] * tokens.b_last[other],
-                    decay = expf(float(tokens.log[token] - tokens.log[other]));
-        shared.scores[sub][i][j] = j <= i ? (product + last) * decay : 0.f;
-      }
+      for (int n = 0; n < 2; n++) *reinterpret_cast<float2*>(&shared.scores[sub][g + 8 * n][j]) = result[n];
     }
   }
   static DEVICE float2 pair(const float* x) { return *reinterpret_cast<const float2*>(x); }
   static DEVICE float4 four(const float* x) { return *reinterpret_cast<const float4*>(x); }
+
+  // To a part of the state what 16 tokens add; of the segment alone it does not decay: they are weighted to its end.
+  static DEVICE void add(float& to, float change, float sum) { to += STATES ? sum : to * change + sum; }
 
   // 16 tokens of this warp's channels.
   DEVICE void advance(int stage, int sub) {
@@ -206,7 +253,7 @@ struct Tf32Scan {
     }
     const float change = tokens.change[sub];
 #pragma unroll
-    for (int i = 0; i < 2; i++) R[i] += R[i] * change + sum_lanes<4>(more[i]);
+    for (int i = 0; i < 2; i++) add(R[i], change, STATES ? more[i] : sum_lanes<4>(more[i]));
     const Split<4> left[2] = {Split<4>(c[0]), Split<4>(c[1])};
 #pragma unroll
     for (int n = 0; n < D / 8; n++) {
@@ -214,10 +261,10 @@ struct Tf32Scan {
 #pragma unroll
       for (int s = 0; s < 2; s++) {
         const int token = row + 8 * s + t, column = 8 * n + g;
-        mma(sum, sum, left[s], Split<2>({shared.b[stage][token][column], shared.b[stage][token + 4][column]}));
+        mma(sum, sum, sum, left[s], Split<2>({shared.b[stage][token][column], shared.b[stage][token + 4][column]}));
       }
 #pragma unroll
-      for (int i = 0; i < 4; i++) state[n][i] += state[n][i] * change + sum[i];
+      for (int i = 0; i < 4; i++) add(state[n][i], change, sum[i]);
     }
   }
 
@@ -225,7 +272,7 @@ struct Tf32Scan {
   DEVICE void write_y(int stage, int sub, const float (&c)[2][4]) {
     const auto& tokens = shared.tokens[stage];
     const int row = 16 * sub, own = 16 * warp + g;
-    float sum[2][4] = {}, rest[2][4] = {};
+    float sum[2][4] = {}, rest[2][2][4] = {};
 #pragma unroll
     for (int n = 0; n < D / 8; n++) {
       const float (&s)[4] = state[n];  // as a left operand with its columns in the order 0, 2, 4, 6, 1, 3, 5, 7
@@ -233,14 +280,22 @@ struct Tf32Scan {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float2 a = pair(&shared.a[stage][row + 8 * i + g][8 * n + 2 * t]);
-        mma(sum[i], D > 128 ? sum[i] : rest[i], left, Split<2>({a.x, a.y}));  // else there are not enough registers
+        const Split<2> right({a.x, a.y});
+        if constexpr (D > 128)  // there are not enough registers
+          mma(sum[i], sum[i], sum[i], left, right);
+        else
+          mma(sum[i], rest[i][0], rest[i][1], left, right);
       }
     }
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-      const int token = row + n / 4 * 8 + 2 * t + n % 2;
-      float& x = sum[n / 4][n % 4];
-      x = (x + rest[n / 4][n % 4]) * tokens.a_from_start[token] + R[n % 4 / 2] * tokens.a_last_from_start[token];
+    for (int i = 0; i < 2; i++) {
+      const int token = row + 8 * i + 2 * t;
+      const float2 a = pair(tokens.a_from_start + token), a_last = pair(tokens.a_last_from_start + token);
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const float x = sum[i][n] + (rest[i][0][n] + rest[i][1][n]);
+        sum[i][n] = n % 2 ? x * a.y + R[n / 2] * a_last.y : x * a.x + R[n / 2] * a_last.x;
+      }
     }
 #pragma unroll
     for (int s = 0; s < 2; s++) {
@@ -248,7 +303,7 @@ struct Tf32Scan {
 #pragma unroll
       for (int i = s; i < 2; i++) {
         const float* weights = shared.scores[sub][8 * i + g] + 8 * s + t;
-        mma(sum[i], sum[i], left, Split<2>({weights[0], weights[4]}));
+        mma(sum[i], sum[i], sum[i], left, Split<2>({weights[0], weights[4]}));
       }
     }
     __syncwarp();  // all lanes have read c
@@ -265,26 +320,28 @@ struct Tf32Scan {
       const int token = row + lane / 2, half = lane % 2 * 4;
       float sum = 0.f, weighted = 0.f;
 #pragma unroll 4
-      for (int k = half; k < D; k += 8) {
-        const float4 a = four(shared.a[stage][token] + k), z = four(shared.Z + k);
+      for (int k = 0; k < D; k += 8) {
+        const float4 a = four(shared.a[stage][token] + k + half), z = four(shared.Z + k + half);
         sum += (a.x * z.x + a.y * z.y) + (a.z * z.z + a.w * z.w);
       }
 #pragma unroll
-      for (int j = half; j < 16; j += 8) {
-        const float4 w = four(shared.scores[sub][lane / 2] + j), c = four(tokens.c_last + row + j);
+      for (int j = 0; j < 16; j += 8) {
+        const float4 w = four(shared.scores[sub][lane / 2] + j + half), c = four(tokens.c_last + row + j + half);
         weighted += (w.x * c.x + w.y * c.y) + (w.z * c.z + w.w * c.w);
       }
       const float y =
           sum_lanes<2>(sum * tokens.a_from_start[token] + weighted) + tokens.a_last_from_start[token] * count;
-      if (p.divide) tokens.scale[token] = 1.f / y;
+      tokens.scale[token] = p.divide ? 1.f / y : 1.f;
       const int at = begin_row + token;
-      if (p.y_last && blockIdx.x == 0 && half == 0 && at < end)
-        p.y_last[bh / p.H * p.y_last_batch + at * p.y_last_token + bh % p.H * p.y_last_head] = y;
+      float* to = shared.of_head[Y_LAST];
+      if (to && blockIdx.x == 0 && half == 0 && at < end) to[at * p.strides[Y_LAST].token] = y;
       __syncwarp();
     }
     const float change = tokens.change[sub];
 #pragma unroll
-    for (int k = 2 * lane; k < D; k += 64) {
+    for (int from = 0; from < D; from += 64) {
+      const int k = from + 2 * lane;
+      if (from + 64 > D && k >= D) break;
       float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
       for (int j = 0; j < 16; j++) {
@@ -292,101 +349,120 @@ struct Tf32Scan {
         const float z = tokens.z_to_end[row + j];
         sum.x += b.x * z, sum.y += b.y * z;
       }
-      shared.Z[k] += shared.Z[k] * change + sum.x, shared.Z[k + 1] += shared.Z[k + 1] * change + sum.y;
+      add(shared.Z[k], change, sum.x), add(shared.Z[k + 1], change, sum.y);
     }
-    count += count * change + tokens.count[sub];
+    add(count, change, tokens.count[sub]);
     __syncwarp();
   }
 
   DEVICE void store_y(int row, int stage) const {
-    float* y = const_cast<float*>(shared.of_head[3]) + row * p.y_token + first;
-    const int token = p.y_token;
-    each_four<M>([&](int r, int column) {
-      if (row + r >= end || first + column >= D) return;
-      float4 x = four(&shared.c[stage][r][column]);
-      const float scale = shared.tokens[stage].scale[r];
-      x.x *= scale, x.y *= scale, x.z *= scale, x.w *= scale;
-      *reinterpret_cast<float4*>(y + r * token + column) = x;
+    float* to = first_four<M>(Y_ROWS, first, row);
+    const i64 step = STEP<M> * p.strides[Y_ROWS].token;
+    each_four<M>([&](int n, int r, int column) {
+      const float4 x = four(&shared.c[stage][r][column]);
+      const float scale = LAST ? shared.tokens[stage].scale[r] : 1.f;
+      auto bits = [&](float y) { return __float_as_uint(y * scale); };
+      if (row + r < end && (D % M == 0 || first + column < D))
+        st_global_v4(to + n * step, make_uint4(bits(x.x), bits(x.y), bits(x.z), bits(x.w)));
     });
   }
 
   // This thread's part of a state: visit(its number, where it is).
-  template <typename F>
+  template <bool ADDITIONAL, typename F>
   DEVICE void each_of_state(float* S, F visit) {
     const int to_row = p.transposed ? 1 : D + 1, to_column = p.transposed ? D + 1 : 1;
-    if (warp == WARPS) {
+    if constexpr (ADDITIONAL) {
       for (int k = lane; k < D; k += 32) visit(shared.Z[k], S[k * to_row + D * to_column]);
       if (lane == 0) visit(count, S[D * (to_row + to_column)]);
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int channel = first + 16 * warp + g + 8 * i;
-      if (channel >= D) continue;
-      float* column = S + channel * to_column;
-      if (t == 0) visit(R[i], column[D * to_row]);
-      float* at = column + 2 * t * to_row;
+      for (int i = 0; i < 2; i++) {
+        const int channel = first + 16 * warp + g + 8 * i;
+        if (channel >= D) continue;
+        float* column = S + channel * to_column;
+        if (t == 0) visit(R[i], column[D * to_row]);
+        float* at = column + 2 * t * to_row;
 #pragma unroll
-      for (int n = 0; n < D / 8; n++, at += 8 * to_row)
-        visit(state[n][2 * i], at[0]), visit(state[n][2 * i + 1], at[to_row]);
+        for (int n = 0; n < D / 8; n++, at += 8 * to_row)
+          visit(state[n][2 * i], at[0]), visit(state[n][2 * i + 1], at[to_row]);
+      }
     }
   }
-  DEVICE void store_state(float* S) {
-    if (blockIdx.x == 0 || warp < WARPS) each_of_state(S, [](float& s, float& to) { to = s; });
-  }
-
-  DEVICE void run() {
-    const i64 size = (D + 1) * (D + 1);
-    float* S = p.states + (i64(blockIdx.z) * gridDim.y + bh) * size;
-    if (tid == 0) {
-      const int batch = bh / p.H, head = bh % p.H;
-      auto of_head = [&](const Tf32Operand& x) { return x.x + batch * x.batch + head * x.head; };
-      shared.of_head[0] = of_head(p.a), shared.of_head[1] = of_head(p.b), shared.of_head[2] = of_head(p.c);
-      shared.of_head[3] = p.y + batch * p.y_batch + head * p.y_head;
-    }
-    __syncthreads();
-    if (warp == WARPS) prepare(begin, shared.tokens[0]);
-    load(begin, 0);
+  template <bool ADDITIONAL>
+  DEVICE void load_state(float* S) {
 #pragma unroll
     for (int n = 0; n < D / 8 * 4; n++) state[n / 4][n % 4] = 0.f;
     R[0] = R[1] = count = 0.f;
-    if (STATES && warp == WARPS)
+    if constexpr (ADDITIONAL)
       for (int k = lane; k < D; k += 32) shared.Z[k] = 0.f;
-    if (!STATES) {
-      each_of_state(S, [](float& s, float& from) { s = from; });
-      count = __shfl_sync(FULL_WARP, count, 0);
+    if (!S) return;
+    each_of_state<ADDITIONAL>(S, [](float& s, float& from) { s = from; });
+    count = __shfl_sync(FULL_WARP, count, 0);
 #pragma unroll
-      for (int i = 0; i < 2; i++) R[i] = __shfl_sync(FULL_WARP, R[i], lane / 4 * 4);
+    for (int i = 0; i < 2; i++) R[i] = __shfl_sync(FULL_WARP, R[i], lane / 4 * 4);
+  }
+  template <bool ADDITIONAL>
+  DEVICE void store_state(float* S) {
+    if (!ADDITIONAL || blockIdx.x == 0) each_of_state<ADDITIONAL>(S, [](float& s, float& to) { to = s; });
+  }
+
+  // The loop of the additional warp, or of the others.
+  template <bool ADDITIONAL>
+  DEVICE void run() {
+    const i64 size = (D + 1) * (D + 1);
+    const int chunks = (end - begin + CHUNK - 1) / CHUNK, step = STATES ? -CHUNK : CHUNK;
+    int stage = 0, row = STATES ? begin + (chunks - 1) * CHUNK : begin;
+    float numbers[NUMBERS];  // of the tokens two chunks on
+    if constexpr (ADDITIONAL) {
+      fetch(row, numbers);
+      prepare(numbers, shared.tokens[0]);
+      fetch(row + step, numbers);
     }
-    int stage = 0;
+    load(row, 0);
+    float* before = blockIdx.z == 0 ? p.initial : p.states + i64(blockIdx.z - 1) * gridDim.y * size;
+    load_state<ADDITIONAL>(STATES || !before ? nullptr : before + bh * size);
 #pragma unroll 1
-    for (int row = begin; row < end; row += CHUNK, stage ^= 1) {
+    for (int left = chunks; left > 0; left--, row += step, stage ^= 1) {
       copy_async_wait<0>();
       __syncthreads();
       recompute_lane();
+      if (!STATES && left < chunks) store_y(row - CHUNK, stage ^ 1);
+      if constexpr (ADDITIONAL) prepare(numbers, shared.tokens[stage ^ 1]);
       if constexpr (!STATES) {
-        if (row > begin) store_y(row - CHUNK, stage ^ 1);
-        if (warp < WARPS) scores(stage);
+        if constexpr (!ADDITIONAL) scores(stage);
         __syncthreads();
       }
-      if (row + CHUNK < end) load(row + CHUNK, stage ^ 1);
+      if (left > 1) load(row + step, stage ^ 1);
       recompute_lane();
-      if (warp < WARPS) {
+      if constexpr (ADDITIONAL) fetch(row + 2 * step, numbers);
 #pragma unroll 1
-        for (int sub = 0; sub < SUBS; sub++) advance(stage, sub);
-      } else {
-        if constexpr (LAST)
-          for (int sub = 0; sub < SUBS; sub++) advance_last(stage, sub, row);
-        if (row + CHUNK < end) prepare(row + CHUNK, shared.tokens[stage ^ 1]);
+      for (int sub = 0; sub < SUBS; sub++) {
+        if constexpr (!ADDITIONAL) advance(stage, sub);
+        if constexpr (ADDITIONAL && LAST) advance_last(stage, sub, row);
       }
     }
     if constexpr (STATES) {
-      store_state(S + gridDim.y * size);
-      if (tid == 32 * WARPS) p.decays[blockIdx.z * gridDim.y + bh] = expf(float(segment_log));
+#pragma unroll
+      for (int i = 0; i < 2; i++) R[i] = sum_lanes<4>(R[i]);
+      store_state<ADDITIONAL>(p.states + (i64(blockIdx.z) * gridDim.y + bh) * size);
+      if (ADDITIONAL && lane == 0) p.decays[blockIdx.z * gridDim.y + bh] = expf(float(later_log));
     } else {
       __syncthreads();
-      store_y(begin + (end - 1 - begin) / CHUNK * CHUNK, stage ^ 1);
-      if (p.final && blockIdx.z == gridDim.z - 1) store_state(p.final + bh * size);
+      store_y(row - CHUNK, stage ^ 1);
+      if (p.final && blockIdx.z == gridDim.z - 1) store_state<ADDITIONAL>(p.final + bh * size);
     }
+  }
+  DEVICE void run() {
+    if (tid == 0) {
+      const int batch = bh / p.H, head = bh % p.H;
+#pragma unroll
+      for (int i = 0; i < TENSORS; i++)
+        shared.of_head[i] = p.x[i] ? p.x[i] + batch * p.strides[i].batch + head * p.strides[i].head : nullptr;
+    }
+    __syncthreads();
+    if (warp == WARPS)
+      run<true>();
+    else
+      run<false>();
   }
 };

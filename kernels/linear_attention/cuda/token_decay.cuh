@@ -83,12 +83,12 @@ struct Boundary {
   }
 };
 
-// The decay over a whole segment (not the last one).
+// The decay over a whole segment.
 template <int CHUNK>
 DEVICE float decay_of_segment(const Params& p, i64 bh, int segment) {
   const float* log2_decay = Chunks<CHUNK>(p, bh).log2_decay + segment * (p.segment_len / CHUNK);
   float sum = 0.f;
-  for (int i = 0; i < p.segment_len / CHUNK; i++) sum += log2_decay[i];
+  for (int i = 0; i * CHUNK < tokens_of_segment(p, segment); i++) sum += log2_decay[i];
   return exp2f(sum);
 }
 

@@ -156,10 +156,7 @@ class Variant(abc.ABC):
 
     @functools.cache  # noqa: B019  (a build is kept anyway, with its kernels)
     def load(self, arch: str) -> dict[Name, Kernel]:
-        """Its kernels, compiled and loaded, by the keys of `names`."""
-        names = self.names
-        kernels = self.spec(arch).compile(arch).load(names.values())
-        return {key: kernels[name] for key, name in names.items()}
+        return self.spec(arch).load(arch, self.names)
 
 
 class Sm80(Variant):

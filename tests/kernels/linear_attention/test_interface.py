@@ -332,9 +332,9 @@ class Kernel:
     def unsupported_reason(self, call):
         return self.reason or backend.unsupported_reason(call)
 
-    def forward(self, call):
+    def forward(self, call, *args):
         self.forwards += 1
-        return chunkwise.forward(call)
+        return chunkwise.forward(call, *args)
 
     def backward(self, call, *args):
         self.backwards += 1

@@ -266,6 +266,34 @@ def test_pieces_make_the_whole() -> None:
         assert relative(x, y.double()) < 5e-3
 
 
+@gpu
+@pytest.mark.parametrize("dtype, D, decay, _", SEPARATE)
+def test_a_piece_goes_on_from_what_is_given_for_its_own_state(dtype, D, decay, _, scan) -> None:
+    """Guards: context parallelism, whose pieces have an empty segment, at the launcher's own segments: all is
+    what calls with and without that state give."""
+    from lingpt.kernels.linear_attention.call import Call, OutputGradients
+    from lingpt.kernels.linear_attention.cuda import backend
+
+    (q, k, v, do), given = inputs(1, 4160, 6, D, dtype), some_state(1, 6, D)
+    dstate = LinearAttentionState(*(DSTATE * randn(*x.shape, seed=30 + i) for i, x in enumerate(given)))
+    name = "head_log_decay" if decay == "PER_HEAD" else "token_log_decay"
+    call = Call(q=q, k=k, v=v, return_state=True, **{name: log_decay(decay, 1, 4160, 6)})
+    after, own = call._replace(**given._asdict()), []
+
+    def passes(piece: bool, end: LinearAttentionState | None):
+        forward, backward = ([lambda x, to=to: [own.append(x), to][1]] * piece for to in (given, end))
+        out = tuple(torch.empty_like(x) for x in (q, k, v))
+        outputs = backend.forward(call if piece else after, *forward)
+        gradients = OutputGradients(do, None if piece else end)
+        found = backend.backward(after, outputs, gradients, out, *backward)
+        return [outputs.o, *outputs.state, *out, found.token_log_decay], found.initial_state
+
+    (found, _), (expected, _) = passes(True, dstate), passes(False, dstate)
+    expected += [*backend.forward(call).state, *passes(False, None)[1]]
+    for x, truth in zip([*found, *own[0], *own[1]], expected, strict=True):
+        assert truth is None or (x - truth).float().norm() <= 2e-3 * truth.float().norm()
+
+
 # The edges
 
 

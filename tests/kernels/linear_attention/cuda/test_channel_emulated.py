@@ -58,9 +58,9 @@ class Compiled:
     def load(self, names: Iterable[str]) -> dict[str, Callable[..., None]]:
         return {name: functools.partial(self.launch, name) for name in names}
 
-    def launch(self, name: str, grid: tuple, threads: int, shared: int, stream: int, params: bytes) -> None:
-        kernel = self.module.kernel(name, f"{len(params)}s")
-        kernel(grid, (threads, 1, 1), shared, stream, params)
+    def launch(self, name: str, grid: tuple, threads: int, shared: int, stream: int, *params: bytes) -> None:
+        kernel = self.module.kernel(name, "".join(f"{len(x)}s" for x in params))
+        kernel(grid, (threads, 1, 1), shared, stream, *params)
 
 
 @functools.lru_cache(maxsize=2)

@@ -151,9 +151,13 @@ def all_options(build: Build, B: int, N: int, H: int) -> dict:
 
 
 def run(
-    q, k, v, do, dstate=None, b=1.0, initial=None, out=None, a=1.0, return_state=True, form=backend, **options
+    q, k, v, do, dstate=None, b=1.0, initial=None, out=None, a=1.0, return_state=True, form=backend,
+    own=None, **options
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """A CUDA backend's forward and backward: everything that comes out, by name."""
+    """A CUDA backend's forward and backward: everything that comes out, by name.
+
+    own: initial and dstate are exchanged for the states that are put into this list.
+    """
     out = out or tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
     with Memory(q, k, v, do, dstate, b, a, initial, *options.values(), out):
         options |= {"b": b} if isinstance(b, torch.Tensor) else {"b_value": b}
@@ -162,8 +166,14 @@ def run(
         if (log_decay := options.pop("log_decay", None)) is not None:
             options["head_log_decay" if log_decay.ndim == 1 else "token_log_decay"] = log_decay
         call = Call(q=q, k=k, v=v, return_state=return_state, **options)
-        outputs = form.forward(call)
-        gradients = form.backward(call, outputs, OutputGradients(do, dstate), out)
+        if own is None:
+            outputs = form.forward(call)
+            gradients = form.backward(call, outputs, OutputGradients(do, dstate), out)
+        else:
+            alone = call._replace(S=None, z=None, c=None, n=None)
+            outputs = form.forward(alone, lambda state: [own.append(state), initial][1])
+            exchange = lambda state: [own.append(state), dstate][1]  # noqa: E731
+            gradients = form.backward(call, outputs, OutputGradients(do), out, exchange)
     final = outputs.state
     results = {"o": outputs.o, **dict(zip(("dq", "dk", "dv"), out, strict=True))}
     results |= {} if final is None else final._asdict()
@@ -449,6 +459,48 @@ def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest
     monkeypatch.setattr(plan, "choose_sub_segments", lambda segments, chunks, slots: sub_segments)
     ours = run(*x, **options)
     assert not too_inexact(ours, build, x, options)
+
+
+PIECES = [PLAIN[1], *ROTATED, WIDE[1], *GATED, GATED_WIDE[1], *AFFINE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "N", "sub_segments"),
+    [(GATED[1], 128, 1), *((build, 180, 2) for build in PIECES), *((build, 180, 1) for build in NARROW)],
+    ids=str,
+)
+def test_pieces_of_sequences(
+    build: Build, N: int, sub_segments: int, emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: a piece's own state, which comes with the states before segments, the last one short; the rest
+    of a pass from what is given for it: all is what calls with and without that state give."""
+    emulated(build)
+    monkeypatch.setattr(
+        plan, "choose_segments", lambda heads, length, chunk, slots: (-(-length // (2 * chunk)), 2 * chunk)
+    )
+    monkeypatch.setattr(plan, "choose_sub_segments", lambda segments, chunks, slots: sub_segments)
+    check_piece(build, N, padded_backend if build in NARROW else backend)
+
+
+@pytest.mark.slow
+def test_a_piece_cut_in_two(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: pieces with a gate that are no whole chunks, whose backward pass runs twice."""
+    emulated(GATED[1])
+    monkeypatch.setattr(backend, "BOUNDARY_INTERVAL", 64)
+    check_piece(GATED[1], 130, backend)
+
+
+def check_piece(build: Build, N: int, form) -> None:
+    x, options = inputs(build, 1, N, 2), all_options(build, 1, N, 2) | {"form": form}
+    own: list[LinearAttentionState] = []
+    found, expected = run(*x, **options, own=own), run(*x, **options)
+    alone, last = run(*x, **options | {"initial": None}), run(*x, **options | {"dstate": None})
+    for name in LinearAttentionState._fields:
+        found |= {f"own {name}": getattr(own[0], name), f"d{name}": getattr(own[1], name)}
+        expected |= {f"own {name}": alone[name], f"d{name}": last[f"d{name}"]}
+    for name, truth in expected.items():
+        assert (found[name] - truth).norm() <= 1e-5 * truth.norm(), name
 
 
 @pytest.mark.slow

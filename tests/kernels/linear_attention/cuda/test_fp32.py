@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import chunkwise, linear_attention, linear_attention_qkv, operator
-from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.call import Call, LinearAttentionState, OutputGradients
 from lingpt.kernels.linear_attention.cuda import (
     backend,
     fp32_backend,
@@ -42,6 +42,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(kernels, "raw_stream", lambda device: 0)
         monkeypatch.setattr(kernels, "segmentation", lambda N, *_: (-(-N // 8), 8))
         kernels.build_for.cache_clear()
+    tf32_passes.clear_plans()
     for module in (recurrence, fp32_backend):
         monkeypatch.setattr(module, "current_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(recurrence, "unsupported_reason", lambda q, Dv: None)
@@ -51,7 +52,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(operator, "cuda_backends", lambda: (fp32_backend,))
     yield
     monkeypatch.undo()
-    recurrence.build_for.cache_clear(), tf32.build_for.cache_clear()
+    recurrence.build_for.cache_clear(), tf32.build_for.cache_clear(), tf32_passes.clear_plans()
 
 
 def options_of(kind: str, B: int, N: int, H: int, D: int, device: str = "cpu") -> dict:
@@ -104,6 +105,29 @@ def test_every_result_is_that_of_fp32(case: tuple, emulated) -> None:
     found = forward_backward(*x, backend="cuda", **options)
     off, name = worst(found, in_float64(*x, **options))
     assert off < 3e-6, name
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("D", [20, 24])
+def test_pieces_of_sequences(D: int, emulated) -> None:
+    """Guards: what is given for a piece's own state is where it goes on from, in both directions."""
+    (q, k, v, do), options = oracles.inputs(1, 21, 2, D, FP32), options_of("token", 1, 21, 2, D)
+    call = Call(q=q, k=k, v=v, token_log_decay=options["log_decay"], return_state=True)
+    given, dstate = options["initial"], LinearAttentionState(*options["dstate"])
+    after = call._replace(**given._asdict())
+    own, results = [], []
+    for piece in (True, False):
+        out = tuple(torch.empty_like(x) for x in (q, k, v))
+        exchanges = [lambda state, to=to: [own.append(state), to][1] for to in (given, dstate)]
+        o = fp32_backend.forward(call, exchanges[0]) if piece else fp32_backend.forward(after)
+        gradients = OutputGradients(do, None if piece else dstate), out
+        fp32_backend.backward(after, o, *gradients, exchanges[1] if piece else None)
+        results.append((o.o, *out))
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    alone = fp32_backend.forward(call)
+    last = fp32_backend.backward(after, o, OutputGradients(do), out).initial_state
+    pairs = zip([*own[0], *own[1]], [*alone.state, *last], strict=True)
+    assert all(torch.equal(*both) for both in pairs)
 
 
 @pytest.mark.nvrtc
@@ -187,22 +211,34 @@ def test_a_sum_on_tensor_cores(reverse: bool, emulated, monkeypatch: pytest.Monk
     B, N, H, D = 1, 150, 2, 8
     decay = torch.full((B, N, H), -1e-6)
     decay[:, [0, 32, 63, 120], 1] = float("-inf")
-    x = randn(B, N, 3, H, D, seed=0).unbind(2)
-    numbers = randn(2, 3, B, H, N, seed=1).mT
+    x, numbers = randn(B, N, 3, H, D, seed=0).unbind(2), randn(2, 3, B, H, N, seed=1).mT
+    given: dict[str, torch.Tensor] = {"decay": decay}
+
+    def array(name: str, y: torch.Tensor) -> tf32.Array:
+        given[name] = y
+        return tf32.Array(name, y.stride()[:3])
+
     operands = [
-        tf32.Operand(y, tf32.PerToken(factor, 0.5), tf32.PerToken(last))
-        for y, factor, last in zip(x, *numbers, strict=True)
+        tf32.Operand(
+            array(f"x{i}", y),
+            tf32.PerToken(array(f"factor{i}", factor), 0.5),
+            tf32.PerToken(array(f"last{i}", last)),
+        )
+        for i, (y, factor, last) in enumerate(zip(x, *numbers, strict=True))
     ]
+    plan = tf32.Plan(torch.device("cpu"), (B, N, H, D))
+    sums = tf32.Sums(plan, tf32.Array("decay", decay.stride()), reverse)
+    states = sums.states(*operands[1:], True, None)
+    rows_of_y, y_last, end = plan.empty_rows(), plan.empty_numbers(), tf32.Array("end", (0, 0, 0))
+    sums.scan(*operands, states, rows_of_y, y_last=y_last, final=end)
 
-    def run(
-        decay: torch.Tensor, a: tf32.Operand, b: tf32.Operand, c: tf32.Operand
-    ) -> tuple[torch.Tensor, ...]:
-        sums = tf32.Sums((B, N, H, D), torch.device("cpu"), decay, reverse)
-        y, y_last, final = sums.empty(B, N, H, D), sums.empty(B, N, H), sums.empty_state()
-        sums.scan(a, b, c, sums.states(None, b, c, True), y, y_last=y_last, final=final)
-        return torch.cat((y, y_last.unsqueeze(-1)), -1), final
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        final = torch.empty(B, H, D + 1, D + 1)
+        scratch = plan.run({name: x.data_ptr() for name, x in {**given, "end": final}.items()})
+        y, last = plan.rows_of(scratch, rows_of_y), plan.numbers_of(scratch, y_last)
+        return torch.cat((y, last.mT.unsqueeze(-1)), -1), final
 
-    y, final = watched(run)(decay, *operands)
+    y, final = watched(run)(*given.values())
     rows = [
         torch.cat((y * 0.5 * factor.unsqueeze(-1), last.unsqueeze(-1)), -1)
         for y, factor, last in zip(x, *numbers, strict=True)
