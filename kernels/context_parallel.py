@@ -3,8 +3,9 @@
 A linear attention needs the state before its piece: all ranks gather the state of each piece from zero and
 its decay, a few kilobytes per head whatever the length, and each scans those before its own (LASP-2,
 arXiv 2502.07563). The gradient is the same scan in reverse. A short convolution needs the last tokens of the
-piece before. Softmax attention needs all tokens: its heads are divided over the ranks instead, by an exchange
-of all with all before it and one after it (DeepSpeed-Ulysses, arXiv 2309.14509), so each has the same work.
+piece before, and so does softmax attention with a window. Without one it needs all tokens: its heads are
+divided over the ranks instead, by an exchange of all with all before it and one after it (DeepSpeed-Ulysses,
+arXiv 2309.14509), so each has the same work.
 """
 
 from __future__ import annotations
@@ -69,14 +70,15 @@ class Context:
         """x[r] goes to rank r → what each rank has sent here, `[size, ...]`."""
         return torch.compiler.disable(_Exchange.apply)(x, self)
 
-    def own_borders(self, cu_seqlens: Tensor, B: int, N: int) -> Tensor:
-        """The borders of documents that are in this piece, in its B·N tokens; B·N for all others.
+    def own_borders(self, cu_seqlens: Tensor, B: int, N: int, before: int = 0) -> Tensor:
+        """The borders of documents that are in this piece, in its B·N tokens; B·N for all others. With
+        `before` in B·(before + N) tokens: each row begins with so many of the piece before.
 
         cu_seqlens: `[documents + 1]`, the borders in B whole sequences of size·N tokens, row after row.
         """
-        row, position = cu_seqlens // (self.size * N), cu_seqlens % (self.size * N) - self.rank * N
-        inside = (position >= 0) & (position < N) & (row < B)
-        return torch.where(inside, row * N + position, B * N)
+        row, position = cu_seqlens // (self.size * N), cu_seqlens % (self.size * N) - self.rank * N + before
+        inside = (position >= 0) & (position < before + N) & (row < B)
+        return torch.where(inside, row * (before + N) + position, B * (before + N))
 
     def whole_borders(self, borders: Tensor, B: int, N: int) -> Tensor:
         """The inverse of `own_borders`, from those of all pieces."""

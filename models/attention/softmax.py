@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lingpt.common.errors import UserError
 from lingpt.common.options import Option
+from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import first_tokens
 from lingpt.kernels.sdpa import causal_mask, packed_attention, sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.architecture import Architecture
@@ -212,12 +213,40 @@ class SoftmaxAttention(QKVAttention):
         qk, v = self.split_heads(qkv)
         q, k = apply_rope(qk, cos_NR, sin_NR).split((H, G), dim=2)
         if self.context is None or state is not None:
-            return self.gate_and_project(self._attend(q, k, v, state, cu_seqlens), x_BNC)
+            o = self._attend(q, k, v, state, cu_seqlens)
+        else:
+            o = self._attend_piece(q, k, v, self.context, cu_seqlens)
+        return self.gate_and_project(o, x_BNC)
+
+    def _attend_piece(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        context: Context,
+        cu_seqlens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`_attend` of a piece of the sequences: with its share of the heads, or with the tokens of the piece
+        before that are in its window."""
+        B, N, H, _ = q.shape
         if cu_seqlens is not None:
-            cu_seqlens = self.context.whole_borders(cu_seqlens, *x_BNC.shape[:2])
-        q, k, v = self.context.sequence_to_heads(q, k, v)
-        o = self._attend(q, k, v, None, cu_seqlens)
-        return self.gate_and_project(self.context.heads_to_sequence(o)[:, :, :H], x_BNC)
+            cu_seqlens = context.whole_borders(cu_seqlens, B, N)
+        if not (before := self._tokens_before(N)):
+            o = self._attend(*context.sequence_to_heads(q, k, v), None, cu_seqlens)
+            return context.heads_to_sequence(o)[:, :, :H]
+        last = torch.cat((k[:, N - before :], v[:, N - before :]), 2)
+        last_k, last_v = context.previous(last).chunk(2, 2)
+        k, v, q = torch.cat((last_k, k), 1), torch.cat((last_v, v), 1), F.pad(q, (0, 0, 0, 0, before, 0))
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(B + 1, dtype=torch.int32, device=q.device) * (context.size * N)
+        own = context.own_borders(cu_seqlens, B, N, before)
+        rows = torch.arange(B, dtype=own.dtype, device=own.device) * (before + N)
+        return self._attend(q, k, v, None, torch.cat((own, rows)).sort().values)[:, before:]
+
+    def _tokens_before(self, tokens: int) -> int:
+        """How many tokens before a piece of so many its window reaches; 0 if that is more than a piece."""
+        before = 0 if self.window is None else self.window - 1
+        return before if before <= tokens else 0
 
     def _attend(
         self,
@@ -278,8 +307,9 @@ class SoftmaxAttention(QKVAttention):
         return saved
 
     def sent_elements(self, tokens: int, pieces: int) -> int:
-        q, *_ = sizes = self.config.qkv_sizes
-        return tokens * (sum(sizes) + q) // pieces + (0 if self.conv is None else (WIDTH - 1) * sum(sizes))
+        q, k, v = self.config.qkv_sizes
+        sent = (k + v) * self._tokens_before(tokens) or tokens * (2 * q + k + v) // pieces
+        return sent + (0 if self.conv is None else (WIDTH - 1) * (q + k + v))
 
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
