@@ -383,7 +383,12 @@ def _bars(
         panel.bar_label(bars, fmt=format, padding=3, fontsize=8)
         if least is not None:
             panel.axvline(least, color="grey", linestyle=":")
-        panel.set(title=title, xlim=(0, 1.2 * max(values.values(), default=1)))
+        low, high = min(values.values(), default=1), max(values.values(), default=1)
+        if high > 50 * low:  # otherwise most bars are too short to see
+            panel.set(xscale="log", xlim=(low / 2, 5 * high))
+        else:
+            panel.set_xlim(0, 1.2 * high)
+        panel.set_title(title)
     figure.supxlabel(label, fontsize=9)
     precision = results.environment.get("precision", "bfloat16")
     figure.suptitle(f"{REFERENCE}, {precision}, {results.environment['card']}", fontsize=11)

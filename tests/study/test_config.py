@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
@@ -148,22 +147,7 @@ def test_the_studies_that_ship(name, tmp_path):
     if name == "pythia-1.4b-short":
         assert first.data.seq_len == 8192 and study.tokens >= 100e6
         assert 250_000 <= first.tokens_per_step <= 500_000
-    if name == "gate":  # the setting of the first runs, in all that decides a loss
-        runs = Path(__file__).parents[2] / "docs" / "results" / "first-runs" / "runs"
-        before = yaml.safe_load((runs / "pythia-70m-softmax" / "config.yaml").read_text())
-        where = {
-            "out_dir",
-            "name",
-            "resume",
-            "devices",
-            "num_nodes",
-            "accelerator",
-            "max_tokens",
-            "sample_tokens",
-        }
-        same = set(before["train"]) - where
-        given = {**vars(first.train), "max_steps": first.total_steps}
-        assert {key: given[key] for key in same} == {key: before["train"][key] for key in same}
+    if name == "gate":
         assert (first.data.seq_len, first.model.block_size, first.model.name) == (2048, 2048, "pythia-70m")
         names = [run.name for run in study_runs(study, tmp_path, {}, 1)[:4]]
         assert names == ["softmax-seed0", "softmax-seed1", "softmax-seed2", "gla-seed0"]
