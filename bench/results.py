@@ -195,12 +195,17 @@ class Session(Generic[R]):
             row.status, row.reason = "refused", str(error)
         except Exception as error:  # a cell that fails is a row, not the end of the benchmark
             row.status, row.reason = "error", f"{type(error).__name__}: {first_line(error)}"
-        if self.device.type == "cuda":
-            gc.collect()  # a model and its wrappers refer to each other
-            torch.cuda.empty_cache()
         self.results.put(row)
         if self.save_to is not None:
             self.results.save(self.save_to)
+        if self.device.type == "cuda":
+            gc.collect()  # a model and its wrappers refer to each other
+            try:
+                torch.cuda.empty_cache()
+            except RuntimeError as error:  # after an illegal access a process cannot use the GPU again
+                raise UserError(
+                    f"{row.reason}: this process has lost the GPU; run it again with --append true"
+                ) from error
         return not late
 
 

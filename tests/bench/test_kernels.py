@@ -29,7 +29,7 @@ from lingpt.bench.kernels.runner import run_bench
 from lingpt.bench.kernels.shapes import BATCH_1, CUMSUM, LONG, REFERENCE, SWEEPS, TABLE_1, Shape
 from lingpt.bench.kernels.traffic import parse_counts
 from lingpt.bench.kernels.warm import WARM_N, warm_up
-from lingpt.bench.results import Skipped
+from lingpt.bench.results import Session, Skipped
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.plots.figures import FORMATS
@@ -235,6 +235,21 @@ def test_what_an_implementation_does_is_a_row(monkeypatch: pytest.MonkeyPatch, t
     table = results.table()
     assert "| sdpa-math | error: ValueError: head_dim 16 / not supported | | | | | | |" in table
     assert "\n- fla-gla: skipped: needs a CUDA device\n" in table and "| fla-gla |" not in table
+
+
+def test_a_lost_gpu_is_one_line_and_its_row_is_kept(tmp_path: Path, monkeypatch) -> None:
+    """Guards: after an illegal access of a peer's kernel the rows before it, and that it was the one."""
+    results = run_bench(implementations=["ours-chunkwise"], sweeps=TINY, **ON_A_CPU)
+    session = Session(results, torch.device("cuda"), 60, tmp_path / "r.json")
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lost)
+    with pytest.raises(UserError, match=r"illegal memory access.*--append true"):
+        session.turn(kernel_results.Row("mamba2", Shape(1, 8, 1, 16), "float32"), lost)
+    last = Results.load(tmp_path / "r.json").rows[-1]
+    assert (last.implementation, last.status) == ("mamba2", "error")
 
 
 def test_a_shape_with_two_head_dimensions_is_for_those_that_take_it(tmp_path: Path, monkeypatch) -> None:
