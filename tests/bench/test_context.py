@@ -13,6 +13,7 @@ from lingpt.bench.context_results import Results
 from lingpt.bench.processes import Processes
 from lingpt.bench.trace import draw_trace, read_trace
 from lingpt.common.run_folder import METRICS
+from lingpt.data import DataConfig
 from lingpt.train.planning.plan import Estimate
 from lingpt.train.recipe import parse_recipe
 from lingpt.train.start import check_recipe
@@ -161,11 +162,12 @@ def test_communication_is_summed_by_what_it_sends(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_processes_are_the_ranks_of_a_run(tmp_path: Path, monkeypatch):
+def test_processes_are_the_ranks_of_a_run(tmp_path: Path, monkeypatch, corpus: DataConfig):
     """Started ahead, they train a divided hybrid, whose trace tells what it sends; failures are one line."""
     options = {
         "model.attention": "hybrid", "model.n_layer": 6, "model.n_embd": 32, "model.n_head": 2,
-        "data.seq_len": 64, "data.vocab_size": 300, "data.cache_dir": tmp_path / "cache",
+        "data.source": corpus.source, "data.val_source": corpus.val_source, "data.seq_len": 64,
+        "data.tokenizer": corpus.tokenizer, "data.cache_dir": corpus.cache_dir,
         "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.eval_tokens": 64,
         "train.max_steps": 3, "train.devices": 2, "train.context_parallel": 2, "train.accelerator": "cpu",
         "train.profile": "true", "train.keep_checkpoints": 0, "train.sample_tokens": 0,
@@ -173,17 +175,13 @@ def test_processes_are_the_ranks_of_a_run(tmp_path: Path, monkeypatch):
     }  # fmt: skip
     words = ["train", "--config", "demo", *(f"--{name}={value}" for name, value in options.items())]
     monkeypatch.setattr(processes, "GRACE", 1.0)
-    with (
-        Processes(2, tmp_path / "a") as good,
-        Processes(1, tmp_path / "b") as bad,
-        Processes(2, tmp_path / "c") as slow,
-    ):
+    with Processes(2, tmp_path / "a") as good, Processes(1, tmp_path / "b") as bad:
         assert good.run(words, 300) is None
         assert "no recipe" in (bad.run(["train", "--config", "nothing-like-it"], 60) or "")
-        began = time.monotonic()
-        with pytest.raises(TimeoutError):
-            slow.run([*words, "--train.name=slow"], 0.5)
-        assert time.monotonic() - began < 30
+    began = time.monotonic()
+    with Processes(2, tmp_path / "c") as slow, pytest.raises(TimeoutError):
+        slow.run([*words, "--train.name=slow"], 0.5)
+    assert time.monotonic() - began < 30
     trace = read_trace(tmp_path / "run/profile/trace.json.gz")
     assert set(trace.shares()) == {"states", "heads", "last tokens", "gradients"}
     assert set(trace.parts) == {"forward", "backward", "optimizer"} and not trace.kernels

@@ -168,8 +168,7 @@ def test_a_config_beside_the_tokenizer_names_the_end_of_text(tokenizer, tmp_path
     assert load_tokenizer(tmp_path).end_token == "<|endoftext|>"
 
 
-@pytest.mark.slow
-def test_a_tokenizer_without_end_of_text_is_refused(tokenizer, tmp_path: Path):
+def test_a_tokenizer_without_end_of_text_is_refused(tokenizer, few_modules, tmp_path: Path):
     """Nothing could separate the documents; a `</s>` that is no special token is HTML."""
     raw = special(tokenizer, "<stop>")
     raw.add_tokens(["</s>"])
