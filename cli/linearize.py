@@ -14,47 +14,55 @@ from lingpt.train.config import Recipe
 from lingpt.train.recipe import parse_recipe
 
 HELP = """Give a trained model another attention: lingpt linearize TEACHER --model.attention hybrid. TEACHER
-is a run or a model folder. A first run, a quarter of the steps, fits each new attention to the teacher's; a
-second one fits the logits. Without --config the recipe is that of the teacher's run, with a tenth of its
-steps."""
-TRANSFER_DIVISOR = 4  # the steps of both runs over those of the first
-STEPS_DIVISOR = 10  # the steps of the teacher over those of both runs
+is a run or a model folder, whose distribution of the next token the model learns. With --train.imitate
+attention a quarter of the steps first fits each new attention to the teacher's. Without --config the recipe
+is that of the teacher's run, with a tenth of its tokens, a quarter of its batch and half of its rate, down to
+0."""
+TRANSFER_DIVISOR = 4  # the steps of both runs over those of the attentions' own
+TOKENS_DIVISOR = 10  # the teacher's over the student's; a smaller batch and rate: docs/results/linearize
+BATCH_DIVISOR = 4
 LENGTH = {"--train.max_steps", "--train.max_tokens"}
 
 
-def parse(words: Sequence[str]) -> tuple[Recipe, Recipe]:
-    """The recipes of the two runs; UserError if the arguments are invalid."""
+def parse(words: Sequence[str]) -> list[Recipe]:
+    """The recipes of the run, or of the two runs; UserError if the arguments are invalid."""
     teacher = words[0] if words and not words[0].startswith("-") else None
     given, rest = {word.partition("=")[0] for word in words}, list(words[1:] if teacher else words)
     own = Path(teacher or "") / CONFIG
     if teacher:
         rest = [f"--train.init_from={teacher}", f"--train.teacher={teacher}", *rest]
         if "--config" not in given and own.is_file():
-            rest = [*_recipe_of(own, given), *rest]
+            rest = [*_student_options(own, given), *rest]
     recipe = parse_recipe(rest, verb="linearize", about=HELP)
     if teacher is None:
         raise UserError(
             "lingpt linearize needs a teacher first: lingpt linearize runs/<name> --model.attention …"
         )
-    steps = recipe.total_steps
-    if not {"--config", *LENGTH} & given:
-        steps = steps // STEPS_DIVISOR
-    if (first := steps // TRANSFER_DIVISOR) < 1:
-        raise UserError(f"{steps} steps are too few for two runs: raise --train.max_steps")
     name = recipe.run_name if "--train.name" in given else f"{recipe.run_name}-linearized"
-    runs = {f"{name}-transfer": first, name: steps - first}
-    attention, logits = (
-        replace(recipe, train=replace(recipe.train, name=run, max_steps=n, max_tokens=None))
-        for run, n in runs.items()
-    )
-    attention.train.imitate, logits.train.init_from = "attention", str(attention.run_folder)
-    return attention, logits
+    if recipe.train.imitate == "logits":
+        return [_run(recipe, name, recipe.total_steps)]
+    if (first := recipe.total_steps // TRANSFER_DIVISOR) < 1:
+        raise UserError(f"{recipe.total_steps} steps are too few for two runs: raise --train.max_steps")
+    attention = _run(recipe, f"{name}-transfer", first)
+    logits = _run(recipe, name, recipe.total_steps - first)
+    logits.train.imitate, logits.train.init_from = "logits", str(attention.run_folder)
+    return [attention, logits]
 
 
-def _recipe_of(config: Path, given: Set[str]) -> list[str]:
-    """The options in a run's recipe, except its attention, what belongs to that run alone, and its length if
-    another is given."""
+def _run(recipe: Recipe, name: str, steps: int) -> Recipe:
+    return replace(recipe, train=replace(recipe.train, name=name, max_steps=steps, max_tokens=None))
+
+
+def _student_options(config: Path, given: Set[str]) -> list[str]:
+    """The options in the recipe of the teacher's run, except its attention and what belongs to that run
+    alone, with the student's length, batch and rate."""
     values = flatten(Recipe, read_yaml(config))
+    batch, steps = values["train.global_batch_size"], values.get("train.max_steps")
+    tokens = steps * batch * values["data.seq_len"] if steps else values["train.max_tokens"]
+    for key in ("train.global_batch_size", "train.micro_batch_size"):
+        values[key] = max(1, values[key] // BATCH_DIVISOR)
+    values |= {"train.learning_rate": values["train.learning_rate"] / 2, "train.min_learning_rate": 0.0}
+    values |= {"train.max_steps": None, "train.max_tokens": tokens // TOKENS_DIVISOR}
     others = {f"model.{name}" for name in ("attention", *attention_options())}
     others |= {f"train.{name}" for name in ("name", "resume", "init_from", "teacher", "imitate")}
     others |= {option.removeprefix("--") for option in LENGTH if LENGTH & given}
@@ -65,6 +73,6 @@ def _recipe_of(config: Path, given: Set[str]) -> list[str]:
     ]
 
 
-def run(recipes: tuple[Recipe, Recipe]) -> None:
+def run(recipes: list[Recipe]) -> None:
     for recipe in recipes:
         train(recipe)

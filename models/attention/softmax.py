@@ -232,7 +232,8 @@ class SoftmaxAttention(QKVAttention):
         if cu_seqlens is not None:
             cu_seqlens = context.whole_borders(cu_seqlens, B, N)
         if not (before := self._tokens_before(N)):
-            o = self._attend(*context.sequence_to_heads(q, k, v), None, cu_seqlens)
+            q, k, v = context.sequence_to_heads(q, k, v)
+            o = self._attend(q, k, v, None, cu_seqlens)
             return context.heads_to_sequence(o)[:, :, :H]
         last = torch.cat((k[:, N - before :], v[:, N - before :]), 2)
         last_k, last_v = context.previous(last).chunk(2, 2)

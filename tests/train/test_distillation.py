@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
+from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import read_metrics
 from lingpt.models import GPT, ModelArgs
 from lingpt.train import train
@@ -78,14 +79,22 @@ def test_a_validation_is_of_the_next_token(kind, batch):
 
 @pytest.mark.slow
 def test_linearize(make_recipe, capsys):
-    """Two runs of a quarter and three quarters of the steps; the same command again trains nothing."""
+    """One run, or two of a quarter and three quarters of the steps; the same command again trains nothing."""
     recipe = make_recipe(max_steps=4)
     recipe.model = ModelArgs(name="demo", attention="softmax", n_layer=2)
     teacher = train(recipe)
+    out = Path(recipe.train.out_dir)
+    assert main(["linearize", str(teacher), "--model.attention=ours", "--train.name=student"]) == 0
+    old, new = (read_yaml(run / "config.yaml")["train"] for run in (teacher, out / "student"))
+    assert (new["teacher"], new["init_from"], new["imitate"]) == (str(teacher), str(teacher), "logits")
+    assert new["global_batch_size"] == old["global_batch_size"] // 4
+    assert new["learning_rate"] == old["learning_rate"] / 2 and new["min_learning_rate"] == 0
+    assert new["max_steps"] == 2  # a tenth of the tokens of 4 steps four times as large
+
     command = ["linearize", str(teacher), "--model.attention=ours", "--train.max_steps=8"]
+    command += ["--train.imitate=attention"]
     for _ in range(2):
         assert main(command) == 0, capsys.readouterr().err
-    out = Path(recipe.train.out_dir)
     runs = out / "demo-ours-n_layer_2-linearized-transfer", out / "demo-ours-n_layer_2-linearized"
     steps = [[line["step"] for line in read_metrics(run) if line["kind"] == "train"] for run in runs]
     assert steps == [[1, 2], [1, 2, 3, 4, 5, 6]]
@@ -94,8 +103,9 @@ def test_linearize(make_recipe, capsys):
     first = next(line["loss"] for line in read_metrics(runs[1]) if line["kind"] == "train")
     assert 0 < first < 1  # a divergence: the loss of the next token is above 5 here
 
-    assert main(["linearize", str(teacher), "--model.attention=ours"]) == 2
-    assert "0 steps are too few for two runs" in capsys.readouterr().err
+    few = ["--train.imitate=attention", "--train.max_steps=3"]
+    assert main(["linearize", str(teacher), "--model.attention=ours", *few]) == 2
+    assert "3 steps are too few for two runs" in capsys.readouterr().err
     assert main(["linearize"]) == 2
     assert "needs a teacher first" in capsys.readouterr().err
     wider = ["train", "--config=demo", "--model.n_embd=64", "--train.max_steps=1", f"--train.out_dir={out}"]
