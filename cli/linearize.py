@@ -12,12 +12,13 @@ from lingpt.models.attention import attention_options
 from lingpt.train import train
 from lingpt.train.config import Recipe
 from lingpt.train.recipe import parse_recipe
+from lingpt.train.softmax_layers import place_softmax_layers
 
 HELP = """Give a trained model another attention: lingpt linearize TEACHER --model.attention hybrid. TEACHER
-is a run or a model folder, whose distribution of the next token the model learns. With --train.imitate
-attention a quarter of the steps first fits each new attention to the teacher's. Without --config the recipe
-is that of the teacher's run, with a tenth of its tokens, a quarter of its batch and half of its rate, down to
-0."""
+is a run or a model folder, whose distribution of the next token the model learns. The softmax layers of an
+evenly spaced hybrid move to where the teacher needs them. With --train.imitate attention a quarter of the
+steps first fits each new attention to the teacher's. Without --config the recipe is that of the teacher's
+run, with a tenth of its tokens, a quarter of its batch and half of its rate, down to 0."""
 TRANSFER_DIVISOR = 4  # the steps of both runs over those of the attentions' own
 TOKENS_DIVISOR = 10  # the teacher's over the student's; a smaller batch and rate: docs/results/linearize
 BATCH_DIVISOR = 4
@@ -74,5 +75,7 @@ def _student_options(config: Path, given: Set[str]) -> list[str]:
 
 
 def run(recipes: list[Recipe]) -> None:
+    if not recipes[0].train.dry_run:
+        place_softmax_layers(recipes[0])  # both have one `model`
     for recipe in recipes:
         train(recipe)

@@ -1,0 +1,50 @@
+"""A linearised hybrid is softmax where its teacher looks furthest back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lingpt.cli.main import main
+from lingpt.common.files import read_yaml
+from lingpt.data import Batch
+from lingpt.models import GPT, ModelArgs
+from lingpt.train import softmax_layers, train
+from lingpt.train.softmax_layers import layers_that_need_context
+
+
+def test_layers_that_use_their_context_are_chosen():
+    """Only layers 1 and 4 of this teacher attend at all, 1 the more, and its own predictions are the
+    targets."""
+    args = ModelArgs(name="demo", attention="softmax", n_layer=6, n_embd=32, n_head=2, vocab_size=60)
+    teacher = GPT.create(args.config(), 0, dtype=torch.float64)
+    for i, block in enumerate(teacher.blocks):
+        block.attn.proj.weight.data *= {1: 20.0, 4: 5.0}.get(i, 0.0)
+    teacher.lm_head.weight.data *= 30.0
+    idx = torch.randint(60, (2, 200), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        batch = Batch(idx, teacher(idx).argmax(-1), None)
+    assert layers_that_need_context(teacher, [batch], 1) == {1}
+    assert layers_that_need_context(teacher, [batch], 2) == {1, 4}
+    assert all(block.attn.window is None for block in teacher.blocks)
+
+
+@pytest.mark.slow
+def test_linearize_places_the_layers(make_recipe, monkeypatch, capsys):
+    """One in six of six layers: not the middle one, but the teacher's; all others are the linear attention.
+    The same command resumes the run, and a model that is no hybrid stays as it is."""
+    recipe = make_recipe(max_steps=2)
+    recipe.model = ModelArgs(name="demo", attention="softmax", n_layer=6)
+    teacher, out = train(recipe), Path(recipe.train.out_dir)
+    monkeypatch.setattr(softmax_layers, "layers_that_need_context", lambda *_: {1})
+    command = ["linearize", str(teacher), "--train.max_steps=2", "--train.name=student"]
+    for _ in range(2):
+        assert main([*command, "--model.attention=hybrid"]) == 0, capsys.readouterr().err
+    assert "softmax layers: 1 of 0 … 5" in capsys.readouterr().out
+    layers = read_yaml(out / "student/config.yaml")["model"]["attention"]
+    assert layers == ["ours-gated", "softmax", *["ours-gated"] * 4]
+
+    monkeypatch.setattr(softmax_layers, "load_model", None)  # not even loaded
+    command = ["linearize", str(teacher), "--train.max_steps=2", "--train.name=pure"]
+    assert main([*command, "--model.attention=ours"]) == 0
+    assert read_yaml(out / "pure/config.yaml")["model"]["attention"] == "ours"
