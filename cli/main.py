@@ -27,6 +27,7 @@ from lingpt.common import arguments
 from lingpt.common.errors import INTERRUPTED, Interrupted, UserError, nearest
 from lingpt.common.files import DISK_ERRORS, disk_fix
 from lingpt.common.install import install_command, installed_version
+from lingpt.common.local_rank import local_rank
 from lingpt.common.parent import STOP_SIGNALS, end_with_parent
 
 VERBS = {  # verb: (module, what it does)
@@ -194,7 +195,7 @@ def _extra_with(package: str) -> str | None:
 
 def _complain(message: str) -> None:
     """Prints one line on stderr; in a multi-device run only one process per machine does."""
-    if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
+    if local_rank() == 0:
         try:
             print(f"lingpt: {message}", file=sys.stderr, flush=True)
         except OSError:  # a terminal that is gone: what is left would fail at the end

@@ -19,6 +19,7 @@ import numpy as np
 
 from lingpt.common.errors import UserError, one_line
 from lingpt.common.files import PARTIAL
+from lingpt.common.local_rank import local_rank
 from lingpt.common.parent import end_with_parent, ends_with_this_process
 from lingpt.data.stream import CHECKSUM, ROWS, PackedDataset, permute
 
@@ -74,7 +75,7 @@ class GrowingDataset(PackedDataset):
         epoch, index = np.divmod(numbers, total)
         if epoch.any() and not self._repeats:
             self._repeats = True
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+            if local_rank() == 0:
                 print(f"the text repeats: all {total:,} blocks have been read", file=sys.stderr)
         window, index = np.divmod(index, size)
         blocks = np.empty_like(index)

@@ -9,7 +9,6 @@ analytical backward); our CUDA kernels (linear_attention/cuda/channel_decay.cu);
 
 import functools
 import importlib.util
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.common.install import install_command
+from lingpt.common.local_rank import local_rank
 from lingpt.kernels import unified_linear_attention as unified
 from lingpt.kernels.channel_decay_operator import CHUNK, backward_flops, forward_flops
 from lingpt.kernels.context_parallel import Context
@@ -176,7 +176,7 @@ def fla_attention(q, k, v, log_gate, initial_state, scale):
 
 @functools.cache
 def _announce_tuning() -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if local_rank() == 0:
         print(
             "gla: FLA's kernels are compiled and tuned at their first call on this GPU with these sizes, for "
             "minutes; Triton's cache remembers them",

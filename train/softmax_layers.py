@@ -6,7 +6,6 @@ the hybrid's softmax layers in turn goes to the layer that lowers the loss most 
 back (docs/results/linearize).
 """
 
-import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import cast
@@ -14,6 +13,7 @@ from typing import cast
 import torch
 
 from lingpt.common.devices import decoding_dtype
+from lingpt.common.local_rank import local_rank
 from lingpt.common.run_folder import find_model_folder
 from lingpt.data import Batch, prepare
 from lingpt.models import GPT, load_model
@@ -22,8 +22,7 @@ from lingpt.models.attention.softmax import SoftmaxAttention
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0, progress_bar
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.model import config_of
-from lingpt.train.planning.machine import choose_machine
+from lingpt.train.start import check_recipe
 
 WINDOW = 64
 TOKENS = 2**17  # of the validation text
@@ -32,12 +31,11 @@ TOKENS = 2**17  # of the validation text
 def place_softmax_layers(recipe: Recipe) -> None:
     """Moves the evenly spaced softmax layers of the recipe's model to where its teacher needs them. A model
     that is no such hybrid, or whose teacher is not softmax in every layer, stays as it is."""
-    layers = config_of(recipe).attention_per_layer
+    gpt, machine, _ = check_recipe(recipe)  # before the text is tokenised
+    layers = gpt.config.attention_per_layer
     if recipe.train.teacher is None or (hybrid := find_hybrid(layers)) is None:
         return
-    device = torch.device(choose_machine(recipe.train).accelerator)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cuda", local_rank()) if machine.accelerator == "cuda" else torch.device("cpu")
     folder = find_model_folder(Path(recipe.train.teacher))
     teacher = load_model(folder, device=device, dtype=decoding_dtype(None, device)).eval()
     if teacher.config.attention_per_layer != [SOFTMAX] * len(layers) or teacher.config.softmax_window:
@@ -55,10 +53,8 @@ def place_softmax_layers(recipe: Recipe) -> None:
 def layers_that_need_context(teacher: GPT, batches: Sequence[torch.Tensor | Batch], number: int) -> set[int]:
     """So many layers of a softmax model, by greedy search: each is the one whose whole context, beside a
     window of WINDOW tokens in the layers not chosen, gives the lowest loss. Leaves no windows behind."""
-    loss, attentions = (
-        NextTokenLoss(teacher),
-        [cast(SoftmaxAttention, block.attn) for block in teacher.blocks],
-    )
+    loss = NextTokenLoss(teacher)
+    attentions = [cast(SoftmaxAttention, block.attn) for block in teacher.blocks]
 
     def with_context(layers: Collection[int]) -> float:
         for i, attention in enumerate(attentions):
@@ -69,5 +65,6 @@ def layers_that_need_context(teacher: GPT, batches: Sequence[torch.Tensor | Batc
     for _ in progress_bar(range(number), desc="softmax layers", leave=False):
         others = set(range(len(attentions))) - chosen
         chosen.add(min(others, key=lambda i: with_context({*chosen, i})))
-    with_context(range(len(attentions)))
+    for attention in attentions:
+        attention.window = None
     return chosen
