@@ -9,8 +9,9 @@
 // a, b and c may have a factor per token and one more channel, the last, which tensor cores do not see: the last of a
 // and b adds to A, and to S the row R = Σ b_last c; with LAST, that of c adds the column Z = Σ c_last b, the corner
 // count = Σ b_last c_last, and y_last = Σ A c_last, the normaliser. These are the additional warp's work; it also
-// prepares the next tokens' numbers. `STATES`: computes only what the segment adds to the state, from its last chunk to
-// its first, so that the decay to the segment's end is known.
+// prepares the next tokens' numbers. With NORMS, rows of a and b are divided by their norms: it computes these beside
+// the scores, when the rows have arrived, and multiplies the numbers by 1/‖x‖. `STATES`: computes only what the segment
+// adds to the state, from its last chunk to its first, so that the decay to the segment's end is known.
 #pragma once
 #include "ptx/copy.cuh"
 #include "ptx/mma.cuh"
@@ -24,6 +25,8 @@ enum Tf32Tensor {
   C_ROWS,
   Y_ROWS,
   Y_LAST,
+  A_NORM,  // 1/‖a‖ and 1/‖b‖, which NORMS writes
+  B_NORM,
   A_FACTOR,
   A_LAST,
   B_FACTOR,
@@ -74,7 +77,7 @@ DEVICE void mma(float (&d)[4], float (&left)[4], float (&right)[4], const Split<
   mma_tf32(d, a.hi, b.hi);
 }
 
-template <int D, int WARPS, int CHUNK, bool LAST, bool STATES>
+template <int D, int WARPS, int CHUNK, bool LAST, bool STATES, bool NORMS>
 struct Tf32Scan {
   static constexpr int THREADS = 32 * (WARPS + 1), M = 16 * WARPS, SUBS = CHUNK / 16;
   // Rows 8 or 24 banks apart: neither the pairs (2t, 2t+1) of rows g conflict, nor columns g of rows t.
@@ -195,6 +198,41 @@ struct Tf32Scan {
     if (!STATES && lane % 16 == 0) to.change[lane / 16] = expm1f(float(whole));
   }
 
+  // 1/‖x‖ of the row of a token, one a lane.
+  DEVICE float inverse_norm(const float (&tile)[CHUNK][ROW]) const {
+    constexpr int PARTS = 32 / CHUNK;  // lanes that share a row
+    const float* row = tile[lane % CHUNK];
+    const int half = lane & 4;  // of each eight columns first: so eight rows are in all banks
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+    for (int k = 8 * (lane / CHUNK); k < D; k += 8 * PARTS) {
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        const float4 x = four(row + k + (i ^ half));
+        sum.x += x.x * x.x, sum.y += x.y * x.y, sum.z += x.z * x.z, sum.w += x.w * x.w;
+      }
+    }
+    float whole = (sum.x + sum.y) + (sum.z + sum.w);
+    if constexpr (PARTS == 2) whole += __shfl_xor_sync(FULL_WARP, whole, CHUNK);
+    return 1.f / sqrtf(whole + NORM_EPS);
+  }
+  // The factors of a chunk's rows of a and b, where these are divided by their norms.
+  DEVICE void normalize(int row, int stage) {
+    auto& tokens = shared.tokens[stage];
+    const float b = inverse_norm(shared.b[stage]);
+    float a = 0.f;
+    if constexpr (!STATES) a = inverse_norm(shared.a[stage]);
+    if (lane >= CHUNK) return;
+    tokens.b_to_end[lane] *= b, tokens.z_to_end[lane] *= b;
+    if constexpr (!STATES) {
+      tokens.a[lane] *= a, tokens.b[lane] *= b, tokens.a_from_start[lane] *= a;
+      const int at = row + lane;
+      if (blockIdx.x > 0 || at >= end) return;
+      shared.of_head[A_NORM][at * p.strides[A_NORM].token] = a;
+      shared.of_head[B_NORM][at * p.strides[B_NORM].token] = b;
+    }
+  }
+
   // A of each 16 tokens, eight columns a task.
   DEVICE void scores(int stage) {
     const auto& tokens = shared.tokens[stage];
@@ -209,6 +247,7 @@ struct Tf32Scan {
                      b = pair(shared.b[stage][row + column + g] + k);
         mma(sum, left, right, Split<4>({a0.x, a1.x, a0.y, a1.y}), Split<2>({b.x, b.y}));
       }
+      if (NORMS && task == warp) __syncthreads();  // `normalize` is done
       const int j = column + 2 * t, other = row + j;
       const float2 b = pair(tokens.b + other), b_last = pair(tokens.b_last + other);
       const double2 log = *reinterpret_cast<const double2*>(tokens.log + other);
@@ -226,6 +265,7 @@ struct Tf32Scan {
 #pragma unroll
       for (int n = 0; n < 2; n++) *reinterpret_cast<float2*>(&shared.scores[sub][g + 8 * n][j]) = result[n];
     }
+    if (NORMS && warp >= 2 * SUBS) __syncthreads();  // no task was this warp's
   }
   static DEVICE float2 pair(const float* x) { return *reinterpret_cast<const float2*>(x); }
   static DEVICE float4 four(const float* x) { return *reinterpret_cast<const float4*>(x); }
@@ -427,12 +467,15 @@ struct Tf32Scan {
       __syncthreads();
       recompute_lane();
       if (!STATES && left < chunks) store_y(row - CHUNK, stage ^ 1);
-      if constexpr (ADDITIONAL) prepare(numbers, shared.tokens[stage ^ 1]);
-      if constexpr (!STATES) {
-        if constexpr (!ADDITIONAL) scores(stage);
+      if constexpr (ADDITIONAL && NORMS) {
+        normalize(row, stage);
         __syncthreads();
       }
+      if constexpr (ADDITIONAL) prepare(numbers, shared.tokens[stage ^ 1]);
+      if constexpr (!ADDITIONAL && !STATES) scores(stage);
+      if constexpr (!STATES) __syncthreads();
       if (left > 1) load(row + step, stage ^ 1);
+      if constexpr (!ADDITIONAL && STATES && NORMS) __syncthreads();
       recompute_lane();
       if constexpr (ADDITIONAL) fetch(row + 2 * step, numbers);
 #pragma unroll 1
