@@ -79,7 +79,8 @@ DEVICE void mma(float (&d)[4], float (&left)[4], float (&right)[4], const Split<
 
 template <int D, int WARPS, int CHUNK, bool LAST, bool STATES, bool NORMS>
 struct Tf32Scan {
-  static constexpr int THREADS = 32 * (WARPS + 1), M = 16 * WARPS, SUBS = CHUNK / 16;
+  static constexpr int M = 16 * WARPS, SUBS = CHUNK / 16;
+  static constexpr int COPIERS = 32 * WARPS;  // threads that copy tiles: the additional warp has enough to do
   // Rows 8 or 24 banks apart: neither the pairs (2t, 2t+1) of rows g conflict, nor columns g of rows t.
   static constexpr int ROW = D % 16 ? D : D + 8, C_ROW = M + 8, SCORE_ROW = 20;
 
@@ -102,7 +103,8 @@ struct Tf32Scan {
   Shared& shared;
   const int bh = blockIdx.y, first = blockIdx.x * M;  // channel of c and y
   const int begin = blockIdx.z * p.segment_len, end = min(begin + p.segment_len, p.N);
-  int tid = threadIdx.x, warp, lane, g, t;
+  u32 tid = threadIdx.x;
+  int warp, lane, g, t;
   float state[D / 8][4], R[2];  // Sᵀ, 8 columns each; R of the channels of its rows
   float count;                  // of the additional warp
   double later_log = 0;         // Σ log decays of the later chunks, for STATES
@@ -112,11 +114,12 @@ struct Tf32Scan {
   DEVICE void recompute_lane() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
     warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+    asm volatile("" : "+r"(warp), "+r"(g), "+r"(t));  // within a phase they are kept
   }
 
-  // Calls use(n, row, column) for this thread's groups of four columns of a tile: all in one column, STEP rows apart.
+  // Calls use(row, column) for this thread's groups of four columns of a tile: all in one column, STEP rows apart.
   template <int COLUMNS>
-  static constexpr int STEP = THREADS / (COLUMNS / 4);
+  static constexpr int STEP = COPIERS / (COLUMNS / 4);
   template <int COLUMNS, typename F>
   DEVICE void each_four(F use) const {
     constexpr int FOURS = COLUMNS / 4, STEPS = (CHUNK + STEP<COLUMNS> - 1) / STEP<COLUMNS>;
@@ -125,23 +128,24 @@ struct Tf32Scan {
 #pragma unroll
     for (int n = 0; n < STEPS; n++) {
       const int row = r + n * STEP<COLUMNS>;
-      if ((n + 1) * STEP<COLUMNS> <= CHUNK || row < CHUNK) use(n, row, column);
+      if ((n + 1) * STEP<COLUMNS> <= CHUNK || row < CHUNK) use(row, column);
     }
   }
   // This thread's first group of a tile in which row `row` is the first.
   template <int COLUMNS>
   DEVICE float* first_four(Tf32Tensor which, int channel, int row) const {
     constexpr int FOURS = COLUMNS / 4;
-    return shared.of_head[which] + (row + tid / FOURS) * p.strides[which].token + channel + tid % FOURS * 4;
+    return shared.of_head[which] + (row + int(tid / FOURS)) * p.strides[which].token + channel + tid % FOURS * 4;
   }
   template <int COLUMNS, int STRIDE>
   DEVICE void load(float (&tile)[CHUNK][STRIDE], Tf32Tensor which, int channel, int row) const {
     const u32 to = shared_address(tile);
     const float* from = first_four<COLUMNS>(which, channel, row);
     const i64 step = STEP<COLUMNS> * p.strides[which].token;
-    each_four<COLUMNS>([&](int n, int r, int column) {
+    each_four<COLUMNS>([&](int r, int column) {
       const bool ok = row + r < end && (D % COLUMNS == 0 || channel + column < D);
-      copy_async_16(to + (r * STRIDE + column) * 4, from + n * step, ok);
+      copy_async_16(to + (r * STRIDE + column) * 4, from, ok);
+      from += step;
     });
   }
   DEVICE void load(int row, int stage) const {
@@ -398,12 +402,13 @@ struct Tf32Scan {
   DEVICE void store_y(int row, int stage) const {
     float* to = first_four<M>(Y_ROWS, first, row);
     const i64 step = STEP<M> * p.strides[Y_ROWS].token;
-    each_four<M>([&](int n, int r, int column) {
+    each_four<M>([&](int r, int column) {
       const float4 x = four(&shared.c[stage][r][column]);
       const float scale = LAST ? shared.tokens[stage].scale[r] : 1.f;
       auto bits = [&](float y) { return __float_as_uint(y * scale); };
       if (row + r < end && (D % M == 0 || first + column < D))
-        st_global_v4(to + n * step, make_uint4(bits(x.x), bits(x.y), bits(x.z), bits(x.w)));
+        st_global_v4(to, make_uint4(bits(x.x), bits(x.y), bits(x.z), bits(x.w)));
+      to += step;
     });
   }
 
@@ -458,7 +463,7 @@ struct Tf32Scan {
       prepare(numbers, shared.tokens[0]);
       fetch(row + step, numbers);
     }
-    load(row, 0);
+    if constexpr (!ADDITIONAL) load(row, 0);
     float* before = blockIdx.z == 0 ? p.initial : p.states + i64(blockIdx.z - 1) * gridDim.y * size;
     load_state<ADDITIONAL>(STATES || !before ? nullptr : before + bh * size);
 #pragma unroll 1
@@ -466,7 +471,7 @@ struct Tf32Scan {
       copy_async_wait<0>();
       __syncthreads();
       recompute_lane();
-      if (!STATES && left < chunks) store_y(row - CHUNK, stage ^ 1);
+      if (!STATES && !ADDITIONAL && left < chunks) store_y(row - CHUNK, stage ^ 1);
       if constexpr (ADDITIONAL && NORMS) {
         normalize(row, stage);
         __syncthreads();
@@ -474,7 +479,7 @@ struct Tf32Scan {
       if constexpr (ADDITIONAL) prepare(numbers, shared.tokens[stage ^ 1]);
       if constexpr (!ADDITIONAL && !STATES) scores(stage);
       if constexpr (!STATES) __syncthreads();
-      if (left > 1) load(row + step, stage ^ 1);
+      if (!ADDITIONAL && left > 1) load(row + step, stage ^ 1);
       if constexpr (!ADDITIONAL && STATES && NORMS) __syncthreads();
       recompute_lane();
       if constexpr (ADDITIONAL) fetch(row + 2 * step, numbers);
@@ -491,7 +496,7 @@ struct Tf32Scan {
       if (ADDITIONAL && lane == 0) p.decays[blockIdx.z * gridDim.y + bh] = expf(float(later_log));
     } else {
       __syncthreads();
-      store_y(row - CHUNK, stage ^ 1);
+      if constexpr (!ADDITIONAL) store_y(row - CHUNK, stage ^ 1);
       if (p.final && blockIdx.z == gridDim.z - 1) store_state<ADDITIONAL>(p.final + bh * size);
     }
   }
