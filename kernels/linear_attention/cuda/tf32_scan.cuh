@@ -57,21 +57,23 @@ struct Tf32Params {
 };
 static_assert(sizeof(Tf32Params) == TF32_PARAMS_BYTES, "PARAMS of tf32.py");
 
-// N numbers of a fragment, each the sum of two in TF32. Of left operands `hi` is the nearest; right ones are more and
-// are cut off: one of the two rounded is enough for a lo·lo, which is left out, without a bias.
-template <int N>
+// N numbers of a fragment, each the sum of two in TF32; `hi` is the nearest, or x cut off. Left operands are rounded:
+// one of the two is enough for a lo·lo, which is left out, without a bias. Right ones are more, so only those of the
+// scores, and the scores themselves, are: `lo` is then half as large and of either sign.
+template <int N, bool NEAREST = N == 4>
 struct Split {
   u32 hi[N], lo[N];
   DEVICE explicit Split(const float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      hi[i] = (__float_as_uint(x[i]) + (N == 4 ? 0x1000 : 0)) & 0xffffe000u;
+      hi[i] = (__float_as_uint(x[i]) + (NEAREST ? 0x1000 : 0)) & 0xffffe000u;
       lo[i] = __float_as_uint(x[i] - __uint_as_float(hi[i]));
     }
   }
 };
 // d gets the large product, `left` and `right` those of a's and b's rest: sums apart wait less for one another.
-DEVICE void mma(float (&d)[4], float (&left)[4], float (&right)[4], const Split<4>& a, const Split<2>& b) {
+template <bool NEAREST>
+DEVICE void mma(float (&d)[4], float (&left)[4], float (&right)[4], const Split<4>& a, const Split<2, NEAREST>& b) {
   mma_tf32(left, a.lo, b.hi);
   mma_tf32(right, a.hi, b.lo);
   mma_tf32(d, a.hi, b.hi);
@@ -249,7 +251,7 @@ struct Tf32Scan {
         const int k = 8 * n + 2 * t;
         const float2 a0 = pair(shared.a[stage][row + g] + k), a1 = pair(shared.a[stage][row + g + 8] + k),
                      b = pair(shared.b[stage][row + column + g] + k);
-        mma(sum, left, right, Split<4>({a0.x, a1.x, a0.y, a1.y}), Split<2>({b.x, b.y}));
+        mma(sum, left, right, Split<4>({a0.x, a1.x, a0.y, a1.y}), Split<2, true>({b.x, b.y}));
       }
       if (NORMS && task == warp) __syncthreads();  // `normalize` is done
       const int j = column + 2 * t, other = row + j;
@@ -347,7 +349,7 @@ struct Tf32Scan {
 #pragma unroll
       for (int i = s; i < 2; i++) {
         const float* weights = shared.scores[sub][8 * i + g] + 8 * s + t;
-        mma(sum[i], sum[i], sum[i], left, Split<2>({weights[0], weights[4]}));
+        mma(sum[i], sum[i], sum[i], left, Split<2, true>({weights[0], weights[4]}));
       }
     }
     __syncwarp();  // all lanes have read c
