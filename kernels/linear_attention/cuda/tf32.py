@@ -25,7 +25,7 @@ from lingpt.kernels.numerics import LOG_ZERO, NORM_EPS
 
 SOURCE = "tf32.cu"
 HEAD_DIMS = (32, 64, 128, 256)  # to compile ahead
-WIDTH, WIDEST = 8, 256  # head_dim is a multiple of the first
+WIDTH, WIDEST = 8, 288  # head_dim is a multiple of the first
 SLICE = 64  # channels of c that a block has at most
 SHORTEST_SEGMENT = 64  # tokens
 ROW_THREADS, ROW_LANES, PREFIX_THREADS = 256, 8, 128
@@ -133,11 +133,6 @@ build_for = functools.cache(Build)  # which keeps its kernels
 def specs() -> list[KernelSpec]:
     """The builds that `lingpt kernels` compiles ahead."""
     return [build_for(arch, D).spec for arch in supported_architectures() for D in HEAD_DIMS]
-
-
-def takes(D: int) -> bool:
-    """Whether the kernels have this head_dim."""
-    return D % WIDTH == 0 and D <= WIDEST
 
 
 def segmentation(N: int, blocks: int, slots: int, chunk: int) -> tuple[int, int]:
