@@ -57,7 +57,7 @@ def gated_linear_attention_flops(B: int, N: int, H: int, Dk: int, Dv: int) -> in
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o, the final state, and for the backward pass the states before segments."""
+    """o, the final state, and for the backward pass the states between segments."""
     return channel_decay.forward(q, k, v, log_decay, state, scale)
 
 
@@ -75,7 +75,7 @@ def _backward(
 def _(q, k, v, log_decay, state, scale):
     B, _, H, Dk = q.shape
     Dv, segments = v.shape[-1], channel_decay.segmentation(q, v.shape[-1])[0]
-    states = (q.new_empty(B, H, *n, Dk, Dv, dtype=torch.float32) for n in ((), (segments,)))
+    states = (q.new_empty(B, H, *n, Dk, Dv, dtype=torch.float32) for n in ((), (segments - 1,)))
     return (v.new_empty(v.shape), *states)
 
 

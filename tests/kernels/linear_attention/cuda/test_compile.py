@@ -384,6 +384,7 @@ def test_our_kernels_compile_without_spills(arch: str, builds: str) -> None:
 
 CHANNEL_BUILDS = [
     ("sm_80", "bf16", "float", 128, 256),
+    ("sm_80", "bf16", "float", 256, 512),
     ("sm_90a", "fp16", "bf16", 128, 128),
     ("sm_90a", "bf16", "float", 96, 192),
     ("sm_90a", "bf16", "float", 256, 512),
