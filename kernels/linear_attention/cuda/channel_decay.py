@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Mapping
@@ -42,16 +43,18 @@ WIDTH, MOST_KEYS, MOST_VALUES = 32, 256, 512  # Dk and Dv are multiples of the f
 HEAD_SHAPES = ((32, 32), (32, 64), (64, 128), (96, 192), (128, 256), (256, 512), (64, 64), (128, 128))
 
 _TENSORS = ("a", "b", "c", "gate", "k")  # those with strides
-PARAMS = Fields(
+# struct ChannelParams: pointers, different in each call; then what calls of one shape share.
+POINTERS = Fields(
     dict.fromkeys(("a", "b", "c", "gate", "y", "y_rest", "k", "dq", "dq_rest", "dgate"), "P")
-    | dict.fromkeys(("ends", "S", "states", "decays", "final", "initial"), "P")
-    | {f"{name}_{dim}": "q" for name in _TENSORS for dim in ("batch", "token", "head")}
-    | dict.fromkeys(("N", "H", "segments", "segment_len", "run_len", "channels"), "i")
-    | {"scale": "f", "prepared": "P"}
+    | dict.fromkeys(("ends", "S", "states", "decays", "final", "initial", "prepared"), "P")
 )
-# What a scan's a, b and c are (channel_decay_params.cuh); the fields of each operand.
+LAYOUT = Fields(
+    {f"{name}_{dim}": "q" for name in _TENSORS for dim in ("batch", "token", "head")}
+    | dict.fromkeys(("N", "H", "segments", "segment_len", "run_len", "channels"), "i")
+    | {"scale": "f", "unused": "i"}
+)
+# What a scan's a, b and c are (channel_decay_params.cuh).
 OPERANDS = {"FWD": "qkv", "DV": ("k", "q", "do"), "DQ": ("do", "v", "k"), "DK": ("v", "do", "q")}
-FIELDS = {name: (name, f"{name}_batch", f"{name}_token", f"{name}_head") for name in _TENSORS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Build:
     Dk: int
     Dv: int
 
-    @property
+    @functools.cached_property
     def groups(self) -> int:
         """The right form's GROUPS, which share a state's row: a lane has 64 numbers of it, or 96 or 128."""
         fitting = [n for n in range(1, 5) if self.Dv % (16 * n) == 0 and (n > 1 or self.Dv <= 192)]
@@ -80,7 +83,7 @@ class Build:
         right = 2**15 // (self.groups * self.registers(self.Dv // self.groups))
         return _widest(self.Dv, 128), _widest(self.Dk, min(128, right))
 
-    @property
+    @functools.cached_property
     def prepared(self) -> bool:
         """Whether what all slices of v need of q, k and the decays is computed once, by `prepare`."""
         return self.Dv // self.slices[0] > 2
@@ -90,7 +93,7 @@ class Build:
         """Channels of q and k that `prepare` takes at a time."""
         return _widest(self.Dk, 128)
 
-    @property
+    @functools.cached_property
     def prepared_chunk(self) -> int:
         """Bytes of PreparedChunk."""
         return 4 * CHUNK * self.Dk + 4 * SUBS * self.Dk + 32 * CHUNK
@@ -155,7 +158,7 @@ class Build:
         shape = f"Dk = {self.Dk} and Dv = {self.Dv}"
         return f"{shape} need {needed} KB of shared memory a block, {self.arch} has {most}"
 
-    @property
+    @functools.cached_property
     def threads(self) -> tuple[int, ...]:
         """Of each kernel's block."""
         left, right = self.slices
@@ -172,7 +175,7 @@ class Build:
         """Whether as many blocks fit with more bytes of shared memory as with less."""
         return self.fitting(kernel, more) >= max(1, self.fitting(kernel, less))
 
-    @property
+    @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
         """Blocks of the left form, the right form and `states` that a multiprocessor runs at once."""
         return tuple(max(1, self.fitting(kernel, self.shared[kernel])) for kernel in (LEFT, RIGHT, STATES))
@@ -200,7 +203,10 @@ class Build:
 
     @property
     def spec(self) -> KernelSpec:
-        defines = {"CHANNEL_PARAMS_BYTES": PARAMS.size, "PREPARED_CHUNK_BYTES": self.prepared_chunk}
+        defines = {
+            "CHANNEL_PARAMS_BYTES": POINTERS.size + LAYOUT.size,
+            "PREPARED_CHUNK_BYTES": self.prepared_chunk,
+        }
         sizes = ("LEFT_BYTES", "RIGHT_BYTES", "STATES_BYTES", "PREPARE_BYTES")
         defines |= dict(zip(sizes, self.shared, strict=False))
         title = f"{self.tag}, gates {self.gate_tag}, Dk = {self.Dk}, Dv = {self.Dv}"
@@ -357,16 +363,23 @@ class _Pass:
         addresses: Mapping[str, Tensor | None],
     ) -> None:
         build, (_, N, H, Dk) = self.build, self.tensors["q"].shape
-        values: dict[str, float] = dict(
-            N=N, H=H, segments=self.segments, segment_len=self.segment_len, run_len=self.run_len,
-            scale=self.scale, channels=Dk if mode in ("DQ", "DK") else build.Dv,
-        )  # fmt: skip
-        for operand, name in zip(_TENSORS, (*OPERANDS[mode], "gate", "k"), strict=True):
-            x = self.tensors[name]
-            values.update(zip(FIELDS[operand], (x.data_ptr(), *x.stride()[:3]), strict=True))
-        values |= {name: x.data_ptr() for name, x in addresses.items() if x is not None}
-        arguments = build.threads[form], build.shared[form], self.stream, PARAMS.pack(values)
+        operands = {
+            name: self.tensors[x] for name, x in zip(_TENSORS, (*OPERANDS[mode], "gate", "k"), strict=True)
+        }
+        layout = _layout(
+            tuple(x.stride()[:3] for x in operands.values()),
+            *(N, H, self.segments, self.segment_len, self.run_len),
+            *(Dk if mode in ("DQ", "DK") else build.Dv, self.scale),
+        )
+        pointers = {name: x.data_ptr() for name, x in {**operands, **addresses}.items() if x is not None}
+        arguments = build.threads[form], build.shared[form], self.stream, POINTERS.pack(pointers) + layout
         build.kernels[kernel](grid, *arguments)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(strides: tuple[tuple[int, ...], ...], *numbers: float) -> bytes:
+    """A call for few tokens takes mostly host time, so this part of the parameters is packed once."""
+    return LAYOUT.pack(dict(zip(LAYOUT.names, (*itertools.chain(*strides), *numbers), strict=False)))
 
 
 def forward(

@@ -29,14 +29,15 @@ struct ChannelParams {
   // segment before adds, and its decay [B, H, segments − 1, Dk]; `final`: the state behind the last segment, or null
   float *states, *decays, *final;
   const float* initial;  // the state before the scan [B, H, Dk, Dv], or null: 0
+  char* prepared;        // PreparedChunk [B, H, segments, chunks of a segment], a workspace
   ChannelStrides strides_a, strides_b, strides_c, strides_gate, strides_k;
   int N, H, segments, segment_len;
   int run_len;   // segments that a block of the left scan takes in turn
   int channels;  // of c and y
   float scale;
-  char* prepared;  // PreparedChunk [B, H, segments, chunks of a segment], a workspace
+  int unused;
 };
-static_assert(sizeof(ChannelParams) == CHANNEL_PARAMS_BYTES, "PARAMS of channel_decay.py");
+static_assert(sizeof(ChannelParams) == CHANNEL_PARAMS_BYTES, "POINTERS and LAYOUT of channel_decay.py");
 
 constexpr int CHANNEL_CHUNK = 32;  // tokens that a block takes at a time, in blocks of 16
 constexpr int CHANNEL_SUBS = CHANNEL_CHUNK / 16;

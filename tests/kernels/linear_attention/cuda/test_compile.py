@@ -306,7 +306,7 @@ def test_the_fields_of_channels_are_those_of_their_struct() -> None:
         for name in (x.strip(" *\n") for x in names):
             strides = [f"{name[8:]}_{dim}" for dim in ("batch", "token", "head")]
             fields += strides if name.startswith("strides_") else [name]
-    assert fields == list(channel_decay.PARAMS.names)
+    assert fields == [*channel_decay.POINTERS.names, *channel_decay.LAYOUT.names]
 
 
 def test_the_hash_is_of_substance(tmp_path: Path) -> None:
