@@ -15,10 +15,11 @@ from lingpt.train.recipe import parse_recipe
 from lingpt.train.softmax_layers import place_softmax_layers
 
 HELP = """Give a trained model another attention: lingpt linearize TEACHER --model.attention hybrid. TEACHER
-is a run or a model folder, whose distribution of the next token the model learns. The softmax layers of an
-evenly spaced hybrid move to where the teacher needs them. With --train.imitate attention a quarter of the
-steps first fits each new attention to the teacher's. Without --config the recipe is that of the teacher's
-run, with a tenth of its tokens, a quarter of its batch and half of its rate, down to 0."""
+is a run or a model folder, whose distribution of the next token the model learns, and at first each block's
+output. The softmax layers of an evenly spaced hybrid move to where the teacher needs them. With
+--train.imitate attention a quarter of the steps first fits each new attention to the teacher's. Without
+--config the recipe is that of the teacher's run, with a tenth of its tokens, a quarter of its batch, half of
+its rate, twice of it for the new attentions, down to 0."""
 TRANSFER_DIVISOR = 4  # the steps of both runs over those of the attentions' own
 TOKENS_DIVISOR = 10  # the teacher's over the student's; a smaller batch and rate: docs/results/linearize
 BATCH_DIVISOR = 4
@@ -31,7 +32,7 @@ def parse(words: Sequence[str]) -> list[Recipe]:
     given, rest = {word.partition("=")[0] for word in words}, list(words[1:] if teacher else words)
     own = Path(teacher or "") / CONFIG
     if teacher:
-        rest = [f"--train.init_from={teacher}", f"--train.teacher={teacher}", *rest]
+        rest = [f"--train.init_from={teacher}", f"--train.teacher={teacher}", "--train.imitate=blocks", *rest]
         if "--config" not in given and own.is_file():
             rest = [*_student_options(own, given), *rest]
     recipe = parse_recipe(rest, verb="linearize", about=HELP)
@@ -40,7 +41,7 @@ def parse(words: Sequence[str]) -> list[Recipe]:
             "lingpt linearize needs a teacher first: lingpt linearize runs/<name> --model.attention …"
         )
     name = recipe.run_name if "--train.name" in given else f"{recipe.run_name}-linearized"
-    if recipe.train.imitate == "logits":
+    if recipe.train.imitate != "attention":
         return [_run(recipe, name, recipe.total_steps)]
     if (first := recipe.total_steps // TRANSFER_DIVISOR) < 1:
         raise UserError(f"{recipe.total_steps} steps are too few for two runs: raise --train.max_steps")
@@ -62,7 +63,9 @@ def _student_options(config: Path, given: Set[str]) -> list[str]:
     tokens = steps * batch * values["data.seq_len"] if steps else values["train.max_tokens"]
     for key in ("train.global_batch_size", "train.micro_batch_size"):
         values[key] = max(1, values[key] // BATCH_DIVISOR)
-    values |= {"train.learning_rate": values["train.learning_rate"] / 2, "train.min_learning_rate": 0.0}
+    rate = values["train.learning_rate"]
+    values |= {"train.learning_rate": rate / 2, "train.min_learning_rate": 0.0}
+    values["train.attention_learning_rate"] = None if "--train.learning_rate" in given else 2 * rate
     values |= {"train.max_steps": None, "train.max_tokens": tokens // TOKENS_DIVISOR}
     others = {f"model.{name}" for name in ("attention", *attention_options())}
     others |= {f"train.{name}" for name in ("name", "resume", "init_from", "teacher", "imitate")}

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from lingpt.kernels.custom_op import LIBRARY, define, filled
 from lingpt.kernels.linear_attention.cuda import channel_decay
 
 CHUNK = 64  # tokens of a chunk of the PyTorch forms, by which FLOPs are counted for the kernels, too
@@ -40,7 +40,7 @@ def attend(
         v = F.pad(v, (0, values))
         if initial_state is not None:
             initial_state = F.pad(initial_state, (0, values, 0, keys))
-    o, state, _ = _forward(q, k, v, log_decay, initial_state, scale)
+    o, state, _ = _forward_op(q, k, v, log_decay, initial_state, scale)
     return (o[..., :Dv], state[..., :Dk, :Dv]) if keys or values else (o, state)
 
 
@@ -53,49 +53,32 @@ def gated_linear_attention_flops(B: int, N: int, H: int, Dk: int, Dv: int) -> in
     return B * N * H * (4 * Dk * Dv + min(N, CHUNK) * (Dk + Dv))
 
 
-@torch.library.custom_op("lingpt::gated_linear_attention_cuda_fwd", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o, the final state, and for the backward pass the states before segments."""
+    """o, the final state, and for the backward pass the states between segments."""
     return channel_decay.forward(q, k, v, log_decay, state, scale)
 
 
-@torch.library.custom_op("lingpt::gated_linear_attention_cuda_bwd", mutates_args=())
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None, final: Tensor, before: Tensor,
-    scale: float, do: Tensor | None, dfinal: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v, log_decay and, if there is one, of the initial state."""
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None, scale: float,
+    final: Tensor, between: Tensor, do: Tensor | None, dfinal: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of q, k, v, log_decay and the initial state."""
     do = torch.zeros_like(v) if do is None else do
-    return channel_decay.backward(q, k, v, log_decay, state, final, before, scale, do, dfinal)
+    found = channel_decay.backward(q, k, v, log_decay, state, final, between, scale, do, dfinal)
+    return filled((*found, None)[:5])
 
 
-@_forward.register_fake
-def _(q, k, v, log_decay, state, scale):
+def _fake_forward(q, k, v, log_decay, state, scale):
     B, _, H, Dk = q.shape
     Dv, segments = v.shape[-1], channel_decay.segmentation(q, v.shape[-1])[0]
-    states = (q.new_empty(B, H, *n, Dk, Dv, dtype=torch.float32) for n in ((), (segments,)))
+    states = (q.new_empty(B, H, *n, Dk, Dv, dtype=torch.float32) for n in ((), (segments - 1,)))
     return (v.new_empty(v.shape), *states)
 
 
-@_backward.register_fake
-def _(q, k, v, log_decay, state, final, before, scale, do, dfinal):
-    return [x.new_empty(x.shape) for x in (q, k, v, log_decay, state) if x is not None]
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, do: Tensor | None, dfinal: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    gradients = _backward(*ctx.saved_tensors, ctx.scale, do, dfinal)
-    return *gradients, *[None] * (6 - len(gradients))
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+def _fake_backward(q, k, v, log_decay, state, *_):
+    return filled(None if x is None else x.new_empty(x.shape) for x in (q, k, v, log_decay, state))
 
 
 def forward_flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
@@ -108,5 +91,29 @@ def backward_flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
     return 2 * forward_flops(q, k, v)
 
 
-register_flop_formula(torch.ops.lingpt.gated_linear_attention_cuda_fwd)(forward_flops)
-register_flop_formula(torch.ops.lingpt.gated_linear_attention_cuda_bwd)(backward_flops)
+_ARGUMENTS = [*(f"Tensor {name}" for name in ("q", "k", "v", "log_decay")), "Tensor? state", "float scale"]
+_SAVED = ["Tensor final", "Tensor between"]
+_forward_op = define("gated_linear_attention_cuda_fwd", _ARGUMENTS, 3, _forward, _fake_forward, forward_flops)
+_backward_op = define(
+    "gated_linear_attention_cuda_bwd",
+    [*_ARGUMENTS, *_SAVED, "Tensor? do", "Tensor? dfinal"],
+    5,
+    _backward,
+    _fake_backward,
+    backward_flops,
+)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dfinal: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    *inputs, final, between = ctx.saved_tensors
+    *gradients, dstate = _backward_op(*inputs, ctx.scale, final, between, do, dfinal)
+    return *gradients, None if inputs[4] is None else dstate, None
+
+
+torch.library.register_autograd(_forward_op.name(), _differentiate, setup_context=_save, lib=LIBRARY)

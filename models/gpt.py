@@ -261,8 +261,11 @@ class GPT(Fp32Buffers):
         idx_BN: torch.Tensor,
         state: DecodingState | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        outputs: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The input of `lm_head`, `[B, N, C]`: lets a loss compute its logits in pieces.
+
+        outputs: without a state, gets each block's output.
 
         cu_seqlens: int32 `[documents + 1]`, from 0 to B·N and not decreasing, the borders of documents that
         are packed into the rows, over the B·N tokens row after row as in FlashAttention's varlen functions;
@@ -307,6 +310,8 @@ class GPT(Fp32Buffers):
                     x_BNC = run(x_BNC, cos_NR, sin_NR, None, cu_seqlens)
                 else:
                     x_BNC, carried.layers[i] = run(x_BNC, cos_NR, sin_NR)
+            if outputs is not None:
+                outputs.append(x_BNC)
         if carried is not None:
             carried.position = end
         return self.transformer["ln_f"](x_BNC)

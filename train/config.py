@@ -39,6 +39,9 @@ class TrainConfig:
     muon_learning_rate: Annotated[float | None, Option(
         "the peak of Muon's rate, which follows the same schedule; by default `learning_rate`, as Muon's "
         "steps are scaled to AdamW's size (arXiv 2502.16982)", above=0, most=1000)] = None
+    attention_learning_rate: Annotated[float | None, Option(
+        "the peak of AdamW's rate for linear attentions, which follows the same schedule; by default "
+        "`learning_rate`", above=0, most=1000)] = None
     min_learning_rate: Annotated[float, Option("learning rate at the last step", least=0, most=1000)] = 5e-5
     warmup_steps: Annotated[int, Option(
         "steps of linear warm-up, at most a tenth of the run's", least=0, most=10**12)] = 100
@@ -72,8 +75,9 @@ class TrainConfig:
     teacher: Annotated[str | None, Option(
         "a run or a model folder that the run imitates, instead of learning the next token: "
         "`lingpt linearize`")] = None
-    imitate: Annotated[Literal["attention", "logits"], Option(
-        "what of the teacher: each attention's output, or the distribution of the next token")] = "logits"
+    imitate: Annotated[Literal["attention", "blocks", "logits"], Option(
+        "what of the teacher: each attention's output; the distribution of the next token, and each block's "
+        "output ever less; or the distribution alone")] = "logits"
     eval_interval: Annotated[int, Option(
         "steps between validations; the last step is always validated", least=1, may_change=True)] = 100
     eval_tokens: Annotated[int, Option(

@@ -1,8 +1,9 @@
 """Losses that imitate a teacher, a model of the same sizes with another attention: `lingpt linearize`.
 
-First each new attention alone learns its teacher's outputs from its teacher's inputs (attention transfer:
-LoLCATs, arXiv 2410.10254), then the whole model learns the teacher's distribution of the next token (RADLADS,
-arXiv 2505.03005). Without gradients, in a validation, both are the loss of the next token.
+The whole model learns the teacher's distribution of the next token (RADLADS, arXiv 2505.03005), and at first
+the outputs of its blocks. Before, each new attention alone may learn its teacher's outputs from its teacher's
+inputs (attention transfer: LoLCATs, arXiv 2410.10254). Without gradients, in a validation, all are the loss
+of the next token.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from lingpt.train.compilation import compile_blocks, compile_options
 from lingpt.train.config import Recipe
 from lingpt.train.loss import NextTokenLoss, cross_entropy_sum, inputs_and_targets
 
+BLOCKS_WEIGHT = 2.0  # docs/results/linearize
+
 
 def training_loss(recipe: Recipe, gpt: GPT, compiled: bool) -> nn.Module:
     """The loss that the recipe trains `gpt` with; UserError if its teacher is of other sizes."""
@@ -27,7 +30,7 @@ def training_loss(recipe: Recipe, gpt: GPT, compiled: bool) -> nn.Module:
         return NextTokenLoss(gpt, compiled, recipe.train.z_loss)
     teacher = load_model(find_model_folder(Path(recipe.train.teacher)), device=gpt.lm_head.weight.device)
     sizes = ("n_layer", "n_embd", "padded_vocab_size")
-    for name in sizes if recipe.train.imitate == "attention" else sizes[2:]:
+    for name in sizes[2:] if recipe.train.imitate == "logits" else sizes:
         if (theirs := getattr(teacher.config, name)) != (own := getattr(gpt.config, name)):
             raise UserError(f"the teacher {recipe.train.teacher} has {name} {theirs}, this model {own}")
     if recipe.data.seq_len > teacher.config.block_size:
@@ -35,8 +38,10 @@ def training_loss(recipe: Recipe, gpt: GPT, compiled: bool) -> nn.Module:
             f"data.seq_len {recipe.data.seq_len} is longer than the teacher's block size "
             f"{teacher.config.block_size}: lower it"
         )
-    kind = AttentionTransferLoss if recipe.train.imitate == "attention" else LogitsLoss
-    return kind(gpt, teacher.requires_grad_(False), compiled)
+    teacher.requires_grad_(False)
+    if recipe.train.imitate == "attention":
+        return AttentionTransferLoss(gpt, teacher, compiled)
+    return LogitsLoss(gpt, teacher, compiled, blocks=recipe.train.imitate == "blocks")
 
 
 class _TeacherLoss(nn.Module):
@@ -90,10 +95,15 @@ class AttentionTransferLoss(_TeacherLoss):
 
 
 class LogitsLoss(_TeacherLoss):
-    """A batch → the sum over its tokens of KL(teacher ‖ model) of the next token's distribution, nats."""
+    """A batch → the sum over its tokens of KL(teacher ‖ model) of the next token's distribution, nats.
 
-    def __init__(self, gpt: GPT, teacher: GPT, compiled: bool = False) -> None:
+    blocks: plus the mean squared error of each block's output, normalised to zero mean and unit variance; its
+    mean over the blocks times BLOCKS_WEIGHT, falling to 0 with `progress`, the part of the run that is done.
+    """
+
+    def __init__(self, gpt: GPT, teacher: GPT, compiled: bool = False, blocks: bool = False) -> None:
         super().__init__(gpt, teacher, compiled)
+        self.blocks, self.progress = blocks, 0.0
         self.divergence: Callable = divergence_and_gradient
         if compiled:
             compile_blocks(teacher)
@@ -103,15 +113,26 @@ class LogitsLoss(_TeacherLoss):
         if not torch.is_grad_enabled():
             return self.next_token(batch)
         idx_BN, _, cu_seqlens = inputs_and_targets(batch)
+        own: list[torch.Tensor] | None = [] if self.blocks else None
+        wanted: list[torch.Tensor] | None = [] if self.blocks else None
         with torch.no_grad():
-            theirs_BNC = self.teacher.hidden(idx_BN, cu_seqlens=cu_seqlens)
-        hidden_BNC = self.gpt.hidden(idx_BN, cu_seqlens=cu_seqlens)
+            theirs_BNC = self.teacher.hidden(idx_BN, cu_seqlens=cu_seqlens, outputs=wanted)
+        hidden_BNC = self.gpt.hidden(idx_BN, cu_seqlens=cu_seqlens, outputs=own)
 
         def chunk_loss(logits_RV: torch.Tensor, theirs_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             weight_VC = self.teacher.lm_head.weight.to(logits_RV.dtype)
             return self.divergence(logits_RV, theirs_RC.to(logits_RV.dtype) @ weight_VC.T)
 
-        return cross_entropy_sum(hidden_BNC, self.gpt.lm_head.weight, theirs_BNC, chunk_loss=chunk_loss)
+        loss = cross_entropy_sum(hidden_BNC, self.gpt.lm_head.weight, theirs_BNC, chunk_loss=chunk_loss)
+        if own is None or wanted is None:
+            return loss
+        shape = hidden_BNC.shape[-1:]
+        errors = [
+            F.mse_loss(F.layer_norm(x.float(), shape), F.layer_norm(y.float(), shape))
+            for x, y in zip(own, wanted, strict=True)
+        ]
+        weight = BLOCKS_WEIGHT * (1 - self.progress)
+        return loss + weight * torch.stack(errors).mean() * idx_BN.numel()
 
 
 def divergence_and_gradient(

@@ -30,7 +30,7 @@ from lingpt.train import report
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0, progress_bar
-from lingpt.train.distillation import training_loss
+from lingpt.train.distillation import LogitsLoss, training_loss
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.model import attention_kernels, fill_shards, make_model
 from lingpt.train.planning.machine import Machine
@@ -87,7 +87,8 @@ class Run:
         parallel.seed(t.seed)
         self.gpt = make_model(recipe, config, parallel.device, resume_from, init_from, parallel.sharded)
         self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len // t.segments)
-        self.model = parallel.wrap(training_loss(recipe, self.gpt, compiles(recipe, parallel.device)))
+        self.loss = training_loss(recipe, self.gpt, compiles(recipe, parallel.device))
+        self.model = parallel.wrap(self.loss)
         if parallel.sharded:
             fill_shards(self.gpt, t.seed, resume_from, init_from)
         self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, t))
@@ -164,6 +165,8 @@ class Run:
         """
         parallel, rate = self.parallel, self.learning_rate(self.progress.step)
         set_learning_rate(self.optimizer, rate)
+        if isinstance(self.loss, LogitsLoss):
+            self.loss.progress = self.progress.step / self.total_steps
         n = len(self.micro_batches)
         micro_batches = map(self.micro_batch, range(n))
         targets = self.batches.num_targets(self.progress.step)
@@ -318,6 +321,6 @@ class Run:
         self.parallel.on_rank_zero(self.trackers.close)
         self.profiler.close()
         self.micro_batches.close()
-        del self.model, self.gpt, self.optimizer
+        del self.model, self.gpt, self.loss, self.optimizer
         gc.collect()
         self.parallel.close()

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lingpt.data import Batch
 from lingpt.models import GPT
+from lingpt.models.attention import Attention
 from lingpt.models.weight_decay import parameter_groups
 from lingpt.train.config import Recipe, TrainConfig, decay_steps, warmup_steps
 from lingpt.train.distributed.parallel import Parallel
@@ -41,8 +42,9 @@ def learning_rates(config: TrainConfig, total_steps: int) -> Callable[[int], flo
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW, fused on a GPU, with weight decay as in `parameter_groups`; for `config.optimizer` `muon`, also
-    Muon, for the weights of linear layers except `lm_head`."""
+    """AdamW, fused on a GPU, with weight decay as in `parameter_groups`, and maybe a rate of their own for
+    linear attentions; for `config.optimizer` `muon`, also Muon, for the weights of linear layers except
+    `lm_head`."""
     groups = parameter_groups(model, config.weight_decay)
     fused = all(p.is_cuda for group in groups for p in group["params"])
     matrices: list[torch.Tensor] = []
@@ -50,6 +52,19 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         layers = (m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head")
         matrices = [layer.weight for layer in layers]
         groups[0]["params"] = [p for p in groups[0]["params"] if all(p is not matrix for matrix in matrices)]
+    if config.attention_learning_rate is not None:
+        linear = {
+            id(p)
+            for m in model.modules()
+            if isinstance(m, Attention) and m.constant_state
+            for p in m.parameters()
+        }
+        ratios = {False: 1.0, True: config.attention_learning_rate / config.learning_rate}
+        groups = [
+            group | {"params": [p for p in group["params"] if (id(p) in linear) == own], "lr_ratio": ratio}
+            for group in groups
+            for own, ratio in ratios.items()
+        ]
     betas = config.beta1, config.beta2
     adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
     if not matrices:

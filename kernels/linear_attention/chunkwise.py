@@ -153,7 +153,7 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
     return torch.linalg.vecdot(a.flatten(-2), b.flatten(-2))
 
 
-# The rows, and what is elementwise before and after the sums; cuda/fp32_backend.py has them, too.
+# The rows, and what is elementwise before and after the sums.
 
 
 class Rows(NamedTuple):

@@ -96,8 +96,8 @@ def linear_attention(
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
             "recurrent"  token by token, for decoding;
             "cuda"       kernels, causal: on tensor cores bf16 and fp16 with D ≤ 128 (padded to 64 or 128);
-                         else in fp32, all but float64 with D ≤ 287: on tensor cores if D is a multiple of
-                         8 up to 256, else token by token; with one warning if 16 bits were expected;
+                         else in fp32, all but float64 with D ≤ 288 (padded to a multiple of 8), with one
+                         warning if 16 bits were expected;
             "auto"       cuda if it can run, else chunkwise, with one warning unless it is for float64;
                          recurrent for one token with a state on a CPU.
 

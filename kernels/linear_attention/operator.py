@@ -16,15 +16,15 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.context_parallel import Context
+from lingpt.kernels.custom_op import LIBRARY, define, filled
 from lingpt.kernels.linear_attention import chunkwise
 from lingpt.kernels.linear_attention.call import (
     Call,
@@ -196,8 +196,7 @@ def _flops(shapes: Any) -> int:
     return linear_attention_flops(B, N, H, D, shapes.causal)
 
 
-# The registration: the schema, shapes for the compiler, FLOPs (an operator without a formula counts as zero,
-# so MFU would be wrong) and autograd.
+# The registration: the schema, shapes for the compiler, FLOPs and autograd.
 
 _KINDS = get_type_hints(Call)
 _NUMBERS = {kind: kind.__name__ for kind in (float, int, bool, str)}
@@ -205,55 +204,35 @@ _SCHEMA_TYPES = {Tensor | None: "Tensor?"} | _NUMBERS
 _N_TENSORS = sum(kind not in _NUMBERS for kind in _KINDS.values())  # the first fields
 # The types of the operator's arguments, excluding subclasses that override torch functions.
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None), *_NUMBERS}
-_library = torch.library.Library("lingpt", "FRAGMENT")
 
 
 def _call_of(args: Sequence[Any]) -> Call:
     return Call(*args[: len(_KINDS)])
 
 
-def _filled(results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
-    """Replaces outputs that were not requested by empty tensors: an operator can return only tensors."""
-    results = tuple(results)
-    first = next(x for x in results if x is not None)
-    return tuple(first.new_empty(0) if x is None else x for x in results)
-
-
 def _run_backward(*args: Any) -> tuple[Tensor, ...]:
     rest = args[len(_KINDS) :]
-    return _filled(_backward(_call_of(args), rest[: len(_OUTPUTS)], rest[len(_OUTPUTS) :]))
+    return filled(_backward(_call_of(args), rest[: len(_OUTPUTS)], rest[len(_OUTPUTS) :]))
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
     inputs = [getattr(_call_of(args), name) for name in _GRADIENTS_OF]
-    return _filled(None if x is None else x.new_empty(x.shape) for x in inputs)
-
-
-def _define(
-    name: str, arguments: list[str], outputs: int, run: Callable, fake: Callable, flops: Callable
-) -> torch._ops.OpOverload:
-    """Defines an operator that returns so many tensors, without its autograd."""
-    _library.define(f"{name}({', '.join(arguments)}) -> ({', '.join(['Tensor'] * outputs)})")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lingpt::{name}", fake, lib=_library)
-    operator = getattr(torch.ops.lingpt, name)
-    register_flop_formula(operator)(flops)
-    return operator.default
+    return filled(None if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 _arguments = [f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in _KINDS.items()]
-_forward_op = _define(
+_forward_op = define(
     "linear_attention_fwd",
     _arguments,
     len(_OUTPUTS),
-    run=lambda *args: _filled(_forward(_call_of(args))),
-    fake=lambda *args: _filled(_fake_forward(_call_of(args))),
+    run=lambda *args: filled(_forward(_call_of(args))),
+    fake=lambda *args: filled(_fake_forward(_call_of(args))),
     flops=lambda *args, **_: _flops(_call_of(args)),
 )
 # The final state has the same names as the initial one, and Inductor rejects duplicate argument names.
 _saved = [f"Tensor? saved_{name}" for name in _OUTPUTS]
 _d_outputs = [f"Tensor? d{name}" for name in _OUTPUTS if name != "stats"]
-_backward_op = _define(
+_backward_op = define(
     "linear_attention_bwd",
     [*_arguments, *_saved, *_d_outputs],
     len(_GRADIENTS_OF),
@@ -322,15 +301,15 @@ class _Backward(torch.autograd.Function):
 def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
     if _are_functorch_transforms_active():  # torch.func's, except vmap, which is already resolved
         _refuse_transform(None)
-    return _filled(_Forward.apply(_is_unobserved(args), *args))
+    return filled(_Forward.apply(_is_unobserved(args), *args))
 
 
 if HAS_SHORTCUTS:
-    _library.impl("linear_attention_fwd", _forward_autograd, "Autograd")
-    _library.impl("linear_attention_bwd", _Backward.apply, "Autograd")
+    LIBRARY.impl("linear_attention_fwd", _forward_autograd, "Autograd")
+    LIBRARY.impl("linear_attention_bwd", _Backward.apply, "Autograd")
 else:
-    torch.library.register_autograd(_forward_op.name(), _differentiate, setup_context=_save, lib=_library)
-    torch.library.register_autograd(_backward_op.name(), _refuse_second, lib=_library)
+    torch.library.register_autograd(_forward_op.name(), _differentiate, setup_context=_save, lib=LIBRARY)
+    torch.library.register_autograd(_backward_op.name(), _refuse_second, lib=LIBRARY)
 
 
 def attend(call: Call) -> tuple[Any, ...]:

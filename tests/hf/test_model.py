@@ -65,7 +65,8 @@ def test_logits_are_lingpts(model, exported, tokens, tmp_path):
     assert torch.equal(output.logits, model(tokens)) and len(output.hidden_states) == 5
     base = AutoModel.from_pretrained(tmp_path / "out")(tokens).last_hidden_state
     assert torch.equal(base, model.hidden(tokens)) and torch.equal(base, output.hidden_states[-1])
-    assert torch.equal(exported(tokens, logits_to_keep=3).logits, output.logits[:, -3:])
+    few = exported(tokens, logits_to_keep=3).logits  # a product of another shape, so of another order of sums
+    torch.testing.assert_close(few, output.logits[:, -3:], rtol=0, atol=1e-6)
     constants = [*model.buffers()]
     assert all(torch.equal(*pair) for pair in zip(exported.buffers(), constants, strict=True))
 

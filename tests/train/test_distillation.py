@@ -48,6 +48,26 @@ def test_logits_are_fitted_to_the_teachers(batch):
     assert LogitsLoss(tiny("softmax"), teacher)(batch) == 0
 
 
+def test_blocks_outputs_are_fitted_ever_less(batch):
+    """Twice the mean squared error of normalised outputs, per token, beside the divergence; none at the
+    end."""
+    model, teacher = tiny("ours", seed=1), tiny("softmax").requires_grad_(False)
+    loss = LogitsLoss(model, teacher, blocks=True)
+    outputs = []
+    for gpt in (model, teacher):
+        x, seen = gpt.transformer["wte"](batch[:, :-1]), []
+        for block in gpt.blocks:
+            x = block(x, gpt.cos[:19], gpt.sin[:19])
+            seen.append((x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True, correction=0))
+        outputs.append(torch.stack(seen))
+    error = (outputs[0] - outputs[1]).square().mean() * 38
+    alone = LogitsLoss(model, teacher)(batch)
+    for progress, weight in ((0.0, 2.0), (0.75, 0.5), (1.0, 0.0)):
+        loss.progress = progress
+        torch.testing.assert_close(loss(batch), alone + weight * error, rtol=1e-4, atol=0)
+    assert LogitsLoss(tiny("softmax"), teacher, blocks=True)(batch) == 0
+
+
 def test_an_attention_is_fitted_to_the_teachers_inputs_and_outputs(batch):
     """Guards: layers that keep their attention are not trained, nor is anything but attentions."""
     model, teacher = tiny("ours", seed=1), tiny("softmax").requires_grad_(False)
@@ -86,9 +106,10 @@ def test_linearize(make_recipe, capsys):
     out = Path(recipe.train.out_dir)
     assert main(["linearize", str(teacher), "--model.attention=ours", "--train.name=student"]) == 0
     old, new = (read_yaml(run / "config.yaml")["train"] for run in (teacher, out / "student"))
-    assert (new["teacher"], new["init_from"], new["imitate"]) == (str(teacher), str(teacher), "logits")
+    assert (new["teacher"], new["init_from"], new["imitate"]) == (str(teacher), str(teacher), "blocks")
     assert new["global_batch_size"] == old["global_batch_size"] // 4
-    assert new["learning_rate"] == old["learning_rate"] / 2 and new["min_learning_rate"] == 0
+    rates = new["learning_rate"], new["attention_learning_rate"], new["min_learning_rate"]
+    assert rates == (old["learning_rate"] / 2, 2 * old["learning_rate"], 0)
     assert new["max_steps"] == 2  # a tenth of the tokens of 4 steps four times as large
 
     command = ["linearize", str(teacher), "--model.attention=ours", "--train.max_steps=8"]

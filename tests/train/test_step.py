@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lingpt.models import GPT, Config
+from lingpt.models import GPT, Config, ModelArgs
 from lingpt.train import TrainConfig
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.planning.machine import choose_machine
@@ -121,6 +121,21 @@ def test_nobody_waits_for_a_gpu_until_the_optimizer_has_its_work():
         assert found == loss or (math.isnan(found) and math.isnan(loss))
         assert torch.equal(model.weight, before) != moves
     parallel.close()
+
+
+def test_linear_attentions_learn_at_their_own_rate():
+    """All of their weights do, in a hybrid, and nothing else; AdamW's first step is as long as its rate."""
+    config = TrainConfig(learning_rate=1e-3, attention_learning_rate=4e-3, weight_decay=0.0)
+    args = ModelArgs(name="demo", attention="hybrid", n_layer=4)
+    model = GPT.create(args.config(), seed=0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = make_optimizer(model, config)
+    set_learning_rate(optimizer, 5e-4)  # half of the peak
+    muon_step(optimizer, model, 0)
+    for name, p in model.named_parameters():
+        step, linear = p.detach() - before[name], ".attn." in name and ".h.3." not in name
+        expected = torch.full_like(step, 2e-3 if linear else 5e-4)
+        torch.testing.assert_close(step.abs(), expected, rtol=0.05, atol=2e-8, msg=name)
 
 
 def muon_step(optimizer, model, seed):

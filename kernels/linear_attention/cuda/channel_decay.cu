@@ -2,9 +2,11 @@
 //
 //   o_i = scale Σ_{j≤i} (q_i ⊙ α_{j+1} ⋯ α_i)·k_j v_j,  α = exp of the log decays [B, N, H, Dk]
 //
-// A sequence is cut into segments. `states` computes what each adds to the state [Dk, Dv], `prefix` sums these up, and a
-// scan of each segment starts from there; so for both directions. docs/kernel.md, "A decay for each channel".
+// A sequence is cut into segments. `states` computes what each adds to the state [Dk, Dv], `prefix` sums these up, and
+// scans start from there; so for both directions. Where v is wide, `prepare` computes first what its slices share.
+// docs/kernel.md, "A decay for each channel".
 #include "channel_decay_left.cuh"
+#include "channel_decay_prepared.cuh"
 #include "channel_decay_right.cuh"
 #include "channel_decay_states.cuh"
 
@@ -24,37 +26,57 @@ __global__ void __launch_bounds__(2 * BD, BLOCKS) channel_states(const __grid_co
   SegmentStates<T, G, BD, M, REVERSE, STAGES>(p, smem).run();
 }
 
-template <typename T, typename G, int BD, int M, int GROUPS, bool REVERSE, int BLOCKS>
+template <typename T, typename G, int BD, int M, int GROUPS, bool REVERSE, bool ROLES, int BLOCKS>
 __global__ void __launch_bounds__(2 * M * GROUPS, BLOCKS) channel_right(const __grid_constant__ ChannelParams p) {
   SCAN;
-  static_assert(SharedRight<G, BD, M, GROUPS>::BYTES == RIGHT_BYTES, "Build.shared of channel_decay.py");
-  RightScan<T, G, BD, M, GROUPS, REVERSE>(p, smem).run();
+  static_assert(SharedRight<G, BD, M, GROUPS, ROLES>::BYTES == RIGHT_BYTES, "Build.shared of channel_decay.py");
+  RightScan<T, G, BD, M, GROUPS, REVERSE, ROLES>(p, smem).run();
 }
 
-// The state before each segment, from the initial one, what each segment adds and its decay. One thread has one number of
-// it, and the loads of eight segments under way at once.
+template <typename T, typename G, int BD, int PART, bool REVERSE>
+__global__ void __launch_bounds__(2 * PART, 2) channel_prepare(const __grid_constant__ ChannelParams p) {
+  SCAN;
+  static_assert(SharedLeft<G, PART, PART>::BYTES == PREPARE_BYTES, "Build.shared of channel_decay.py");
+  static_assert(PreparedChunk<BD>::BYTES == PREPARED_CHUNK_BYTES, "Build.prepared_chunk of channel_decay.py");
+  PrepareChunk<T, G, BD, PART, REVERSE>(p, smem).run();
+}
+
+template <typename T, int BD, int M, bool REVERSE, int STAGES, int BLOCKS>
+__global__ void __launch_bounds__(2 * M, BLOCKS) channel_prepared(const __grid_constant__ ChannelParams p) {
+  SCAN;
+  static_assert(STAGES * SharedPrepared<BD, M>::STAGE == LEFT_BYTES, "Build.shared of channel_decay.py");
+  PreparedScan<T, BD, M, REVERSE, STAGES>(p, smem).run();
+}
+
+template <typename T, int BD, int M, bool REVERSE, int STAGES, int BLOCKS>
+__global__ void __launch_bounds__(2 * BD, BLOCKS) channel_prepared_states(const __grid_constant__ ChannelParams p) {
+  SCAN;
+  static_assert(STAGES * SharedPreparedStates<BD, M>::STAGE == STATES_BYTES, "Build.shared of channel_decay.py");
+  PreparedStates<T, BD, M, REVERSE, STAGES>(p, smem).run();
+}
+
+// The state before each run of segments, from the initial one, what each segment adds and its decay. One thread has one
+// number of it, and the loads of eight segments under way at once.
 template <int DK, int DV, bool REVERSE>
 __global__ void channel_prefix(const __grid_constant__ ChannelParams p) {
-  const int i = blockIdx.x * 128 + threadIdx.x, last = p.segments - 1;
+  const int i = blockIdx.x * 128 + threadIdx.x, states = p.segments - 1, head = blockIdx.y;
+  const int last = states / p.run_len * p.run_len;  // segments before the last run
   if (i >= DK * DV) return;
-  float* S = p.before + i64(blockIdx.y) * p.segments * (DK * DV) + i;
-  const float* decays = p.decays + i64(blockIdx.y) * p.segments * DK + i / DV;
-  float sum = p.initial ? p.initial[i64(blockIdx.y) * (DK * DV) + i] : 0.f;
-  auto at = [&](int step) { return i64(REVERSE ? last - step : step); };
-  S[at(0) * (DK * DV)] = sum;
+  float* S = p.states + i64(head) * states * (DK * DV) + i;
+  const float* decays = p.decays + i64(head) * states * DK + i / DV;
+  float sum = p.initial ? p.initial[i64(head) * (DK * DV) + i] : 0.f;
+  auto at = [&](int step) { return i64(REVERSE ? states - 1 - step : step); };
   constexpr int BATCH = 8;
   for (int step = 0; step < last; step += BATCH) {
     float added[BATCH], decay[BATCH];
 #pragma unroll
     for (int k = 0; k < BATCH; k++)
-      if (step + k < last) {
-        added[k] = S[at(step + k + 1) * (DK * DV)], decay[k] = decays[at(step + k) * DK];
-      }
+      if (step + k < last) added[k] = S[at(step + k) * (DK * DV)], decay[k] = decays[at(step + k) * DK];
 #pragma unroll
     for (int k = 0; k < BATCH; k++)
       if (step + k < last) {
         sum = sum * decay[k] + added[k];
-        S[at(step + k + 1) * (DK * DV)] = sum;
+        if ((step + k + 1) % p.run_len == 0) S[at(step + k) * (DK * DV)] = sum;  // the scan stores the others
       }
   }
 }

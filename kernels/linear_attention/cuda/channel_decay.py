@@ -1,13 +1,14 @@
 """Linear attention with a decay for each channel on the kernels of channel_decay.cu: plans and launches.
 
-Forward: `states` and `prefix`, if sequences are cut into segments, then a scan. Backward: the same in reverse
-for the states, then scans for dq, dv and dk; the last writes the gradient of the decays, too.
+Forward: `prepare` where v is wide, `states` and `prefix` if sequences are cut into segments, then a scan.
+Backward: the same in reverse for dv, then scans for dq and dk; the last writes the decays' gradient, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from lingpt.kernels.linear_attention.cuda.variants import SMALL_SHARED
 
 SOURCE = "channel_decay.cu"
 TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
+LEFT, RIGHT, STATES, PREPARE, PREFIX = range(5)  # the kernels of a build, in its tuples
 CHUNK, SUBS = 32, 2  # tokens that a block takes at a time, and the blocks of 16 in them
 # Tokens of a segment at most: the gradient of decays is summed up within one, and so is its rounding.
 LONGEST_SEGMENT = 1024
@@ -41,16 +43,18 @@ WIDTH, MOST_KEYS, MOST_VALUES = 32, 256, 512  # Dk and Dv are multiples of the f
 HEAD_SHAPES = ((32, 32), (32, 64), (64, 128), (96, 192), (128, 256), (256, 512), (64, 64), (128, 128))
 
 _TENSORS = ("a", "b", "c", "gate", "k")  # those with strides
-PARAMS = Fields(
+# struct ChannelParams: pointers, different in each call; then what calls of one shape share.
+POINTERS = Fields(
     dict.fromkeys(("a", "b", "c", "gate", "y", "y_rest", "k", "dq", "dq_rest", "dgate"), "P")
-    | dict.fromkeys(("ends", "S", "before", "decays", "final", "initial"), "P")
-    | {f"{name}_{dim}": "q" for name in _TENSORS for dim in ("batch", "token", "head")}
-    | dict.fromkeys(("N", "H", "segments", "segment_len", "channels"), "i")
-    | {"scale": "f"}
+    | dict.fromkeys(("ends", "S", "states", "decays", "final", "initial", "prepared"), "P")
 )
-# What a scan's a, b and c are (channel_decay_params.cuh); the fields of each operand.
+LAYOUT = Fields(
+    {f"{name}_{dim}": "q" for name in _TENSORS for dim in ("batch", "token", "head")}
+    | dict.fromkeys(("N", "H", "segments", "segment_len", "run_len", "channels"), "i")
+    | {"scale": "f", "unused": "i"}
+)
+# What a scan's a, b and c are (channel_decay_params.cuh).
 OPERANDS = {"FWD": "qkv", "DV": ("k", "q", "do"), "DQ": ("do", "v", "k"), "DK": ("v", "do", "q")}
-FIELDS = {name: (name, f"{name}_batch", f"{name}_token", f"{name}_head") for name in _TENSORS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Build:
     Dk: int
     Dv: int
 
-    @property
+    @functools.cached_property
     def groups(self) -> int:
         """The right form's GROUPS, which share a state's row: a lane has 64 numbers of it, or 96 or 128."""
         fitting = [n for n in range(1, 5) if self.Dv % (16 * n) == 0 and (n > 1 or self.Dv <= 192)]
@@ -80,72 +84,131 @@ class Build:
         return _widest(self.Dv, 128), _widest(self.Dk, min(128, right))
 
     @functools.cached_property
-    def shared(self) -> tuple[int, int, int]:
-        """Bytes of shared memory of a block: the left form, the right form, `states`."""
-        (left, right), groups = self.slices, self.groups
+    def prepared(self) -> bool:
+        """Whether what all slices of v need of q, k and the decays is computed once, by `prepare`."""
+        return self.Dv // self.slices[0] > 2
+
+    @property
+    def prepare_part(self) -> int:
+        """Channels of q and k that `prepare` takes at a time."""
+        return _widest(self.Dk, 128)
+
+    @functools.cached_property
+    def prepared_chunk(self) -> int:
+        """Bytes of PreparedChunk."""
+        return 4 * CHUNK * self.Dk + 4 * SUBS * self.Dk + 32 * CHUNK
+
+    @property
+    def roles(self) -> bool:
+        """Whether each group of the right form's warps has a role: where their memory costs no block."""
+        more, less = self.right_shared(True), self.right_shared(False)
+        return self.groups > 1 and self.costs_no_block(RIGHT, more, less)
+
+    @functools.cached_property
+    def shared(self) -> tuple[int, ...]:
+        """Bytes of shared memory of each kernel's block."""
+        right, part = self.right_shared(self.roles), self.prepare_part
+        left, states = (n * stage for n, stage in zip(self.stages, self.stage, strict=True))
+        if self.prepared:
+            return left, right, states, self.left_shared(part, part), 0
+        return self.left_shared(self.Dk, self.slices[0]), right, states, 0, 0
+
+    def left_shared(self, keys: int, values: int) -> int:
+        """Bytes of SharedLeft, with so many channels of a and b, and of c."""
         gate = 4 if self.gate_tag == "float" else 2
-        whole = _tile(self.Dk, gate) + 8 * _tile(self.Dk) + 2 * _tile(left)
-        whole += SUBS * self.Dk * 4 + SUBS * 16 * 48
-        scan = 2 * _tile(self.Dv) + 4 * _tile(right) + 2 * _tile(right, gate)
-        scan += groups * CHUNK * (right + 4) * 4 + CHUNK * 80 + (4 * SUBS + groups) * right * 4
-        return whole, scan, self.stages * self.stage
+        tiles = _tile(keys, gate) + 8 * _tile(keys) + 2 * _tile(values)
+        return tiles + SUBS * keys * 4 + SUBS * 16 * 48
+
+    def right_shared(self, roles: bool) -> int:
+        """Bytes of SharedRight."""
+        right, groups, gate = self.slices[1], self.groups, 4 if self.gate_tag == "float" else 2
+        stage, scores = 2 * _tile(self.Dv) + _tile(right) + _tile(right, gate), CHUNK * 80
+        scan = stage + 3 * _tile(right) + _tile(right, gate) + scores
+        scan += groups * CHUNK * (right + 4) * 4 + (4 * SUBS + groups) * right * 4
+        return scan + roles * (stage + scores)
 
     @property
-    def stage(self) -> int:
-        """Bytes of shared memory that a chunk's gates, b and c take in `states`."""
+    def stage(self) -> tuple[int, int]:
+        """Bytes of shared memory that a chunk takes in the prepared scan and in `states`."""
+        left = self.slices[0]
+        if self.prepared:
+            states = _tile(self.Dk) + _tile(left) + SUBS * self.Dk * 4
+            return states + _tile(self.Dk) + 48 * CHUNK, states
         gates = _tile(self.Dk, 4 if self.gate_tag == "float" else 2, gap=32)
-        return gates + _tile(self.Dk, gap=32) + _tile(self.slices[0], gap=32)
+        return 0, gates + _tile(self.Dk, gap=32) + _tile(left, gap=32)
 
     @property
-    def stages(self) -> int:
-        """Chunks that a block of `states` has room for: three where two such blocks fit, else two."""
-        return 3 if 2 * 3 * self.stage // 1024 < most_shared(self.arch) else 2
+    def stages(self) -> tuple[int, int]:
+        """Chunks that the prepared scan and `states` have room for: three, or four where it costs no block.
+
+        Without `prepare`, `states` has three where two such blocks fit, else two.
+        """
+        scan, states = self.stage
+        if self.prepared:
+            fourth = self.costs_no_block(LEFT, 4 * scan, 3 * scan)
+            return 3 + fourth, 3 + self.costs_no_block(STATES, 4 * states, 3 * states)
+        return 0, 2 + (2 * 3 * states // 1024 < most_shared(self.arch))
 
     @property
     def unsupported_reason(self) -> str | None:
         """Why its architecture cannot run it; None if it can."""
-        needed, most = max(self.shared) // 1024, most_shared(self.arch)
-        if needed < most:
+        needed, most = -(-max(self.shared) // 1024), most_shared(self.arch)
+        if needed <= most:
             return None
         shape = f"Dk = {self.Dk} and Dv = {self.Dv}"
-        return f"{shape} need {needed + 1} KB of shared memory a block, {self.arch} has {most}"
+        return f"{shape} need {needed} KB of shared memory a block, {self.arch} has {most}"
 
-    @property
-    def threads(self) -> tuple[int, int, int]:
-        """Of a block of the left form, the right form, `states`."""
+    @functools.cached_property
+    def threads(self) -> tuple[int, ...]:
+        """Of each kernel's block."""
         left, right = self.slices
-        return 2 * left, 2 * right * self.groups, 2 * self.Dk
+        return 2 * left, 2 * right * self.groups, 2 * self.Dk, 2 * self.prepare_part, 128
 
-    @property
-    def blocks(self) -> tuple[int, int, int]:
+    def fitting(self, kernel: int, shared: int) -> int:
+        """Blocks that a multiprocessor runs at once, if each has so many bytes of shared memory."""
+        numbers = (self.Dk, self.Dv // self.groups, self.slices[0])[kernel]
+        by_registers = 2**16 // (self.threads[kernel] * self.registers(numbers))
+        by_memory = 1024 * (most_shared(self.arch) + 1) // (shared + 1024)
+        return min(4, by_registers, by_memory)
+
+    def costs_no_block(self, kernel: int, more: int, less: int) -> bool:
+        """Whether as many blocks fit with more bytes of shared memory as with less."""
+        return self.fitting(kernel, more) >= max(1, self.fitting(kernel, less))
+
+    @functools.cached_property
+    def blocks(self) -> tuple[int, ...]:
         """Blocks of the left form, the right form and `states` that a multiprocessor runs at once."""
-
-        def fitting(form: int, part: int) -> int:
-            by_registers = 2**16 // (self.threads[form] * self.registers(part))
-            by_memory = 1024 * (most_shared(self.arch) + 1) // (self.shared[form] + 1024)
-            return max(1, min(4, by_registers, by_memory))
-
-        return fitting(0, self.Dk), fitting(1, self.Dv // self.groups), fitting(2, self.slices[0])
+        return tuple(max(1, self.fitting(kernel, self.shared[kernel])) for kernel in (LEFT, RIGHT, STATES))
 
     @property
     def names(self) -> dict[str, str]:
-        (left, right), (few, many, most) = self.slices, self.blocks
+        (left, right), (few, many, most), (chunks, stages) = self.slices, self.blocks, self.stages
         types, names = f"{self.tag}, {self.gate_tag}", {}
         for mode, reverse in (("FWD", "false"), ("DV", "true")):
-            options = f"{types}, {self.Dk}, {left}, {reverse}"
-            names[mode] = f"channel_left<{options}, {few}>"
-            names[f"states {mode}"] = f"channel_states<{options}, {self.stages}, {most}>"
+            sizes = f"{self.Dk}, {left}, {reverse}"
+            if self.prepared:
+                options = f"{types}, {self.Dk}, {self.prepare_part}, {reverse}"
+                names[f"prepare {mode}"] = f"channel_prepare<{options}>"
+                names[f"states {mode}"] = f"channel_prepared_states<{self.tag}, {sizes}, {stages}, {most}>"
+                names[mode] = f"channel_prepared<{self.tag}, {sizes}, {chunks}, {few}>"
+            else:
+                names[f"states {mode}"] = f"channel_states<{types}, {sizes}, {stages}, {most}>"
+                names[mode] = f"channel_left<{types}, {sizes}, {few}>"
             names[f"prefix {mode}"] = f"channel_prefix<{self.Dk}, {self.Dv}, {reverse}>"
+        roles = str(self.roles).lower()
         for mode, reverse in (("DQ", "false"), ("DK", "true")):
-            options = f"{types}, {self.Dv}, {right}, {self.groups}, {reverse}, {many}"
+            options = f"{types}, {self.Dv}, {right}, {self.groups}, {reverse}, {roles}, {many}"
             names[mode] = f"channel_right<{options}>"
         return names
 
     @property
     def spec(self) -> KernelSpec:
-        left, right, states = self.shared
-        defines = {"CHANNEL_PARAMS_BYTES": PARAMS.size, "LEFT_BYTES": left}
-        defines |= {"STATES_BYTES": states, "RIGHT_BYTES": right}
+        defines = {
+            "CHANNEL_PARAMS_BYTES": POINTERS.size + LAYOUT.size,
+            "PREPARED_CHUNK_BYTES": self.prepared_chunk,
+        }
+        sizes = ("LEFT_BYTES", "RIGHT_BYTES", "STATES_BYTES", "PREPARE_BYTES")
+        defines |= dict(zip(sizes, self.shared, strict=False))
         title = f"{self.tag}, gates {self.gate_tag}, Dk = {self.Dk}, Dv = {self.Dv}"
         return KernelSpec(SOURCE, tuple(self.names.values()), defines, (self.arch,), title)
 
@@ -175,14 +238,34 @@ def _widest(channels: int, most: int) -> int:
     return max(width for width in range(32, most + 1, 32) if channels % width == 0)
 
 
+def left_blocks(build: Build, q: Tensor) -> tuple[int, int]:
+    """Blocks of the left scan of one segment, and how many the card runs at once."""
+    B, _, H, _ = q.shape
+    return B * H * (build.Dv // build.slices[0]), card(q.device)[1] * build.blocks[0]
+
+
 def segmentation(q: Tensor, Dv: int) -> tuple[int, int]:
     """(segments, tokens of each) that a sequence is cut into: enough to fill the card."""
-    (B, N, H, Dk), (arch, processors) = q.shape, card(q.device)
-    build = build_for(arch, TAGS[q.dtype], "float", int(Dk), int(Dv))
-    blocks, slots = B * H * (Dv // build.slices[0]), processors * build.blocks[0]
+    _, N, _, Dk = q.shape
+    build = build_for(card(q.device)[0], TAGS[q.dtype], "float", int(Dk), int(Dv))
+    blocks, slots = left_blocks(build, q)
     count = max(-(-N // LONGEST_SEGMENT), min(slots // blocks, N // (4 * CHUNK)), 1)
     length = -(-N // (count * CHUNK)) * CHUNK
     return -(-N // length), length
+
+
+@functools.cache
+def run_length(segments: int, blocks: int, slots: int) -> int:
+    """Segments of a run, which a block of the left scan takes in turn, if there are so many blocks a segment.
+
+    Of the lengths with which the scan is done first, the longest: `states` need not know the last run's sums.
+    """
+
+    def time(length: int) -> int:
+        runs = -(-segments // length)
+        return length * -(-runs * blocks // slots)
+
+    return min(range(segments, 0, -1), key=time)
 
 
 def unsupported_reason(q: Tensor, Dk: int, Dv: int) -> str | None:
@@ -230,6 +313,7 @@ class _Pass:
     scale: float
     segments: int
     segment_len: int
+    run_len: int  # segments that a block of the left scan takes in turn
     stream: int
 
     @classmethod
@@ -238,64 +322,75 @@ class _Pass:
         tensors = {name: _aligned(x) for name, x in dict(q=q, k=k, v=v, gate=gate, **more).items()}
         Dk, Dv = q.shape[-1], v.shape[-1]
         build = build_for(card(q.device)[0], TAGS[q.dtype], TAGS[gate.dtype], Dk, Dv)
-        return cls(build, tensors, scale, *segmentation(q, Dv), raw_stream(q.device.index))
+        segments, length = segmentation(q, Dv)
+        blocks, slots = left_blocks(build, q)
+        run_len = run_length(segments, blocks, slots)
+        return cls(build, tensors, scale, segments, length, run_len, raw_stream(q.device.index))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.tensors["q"].device)
 
-    def states(self, mode: str, initial: Tensor | None) -> Tensor:
-        """The state before each segment in the direction of a mode, [B, H, segments, Dk, Dv]."""
-        B, _, H, Dk = self.tensors["q"].shape
-        build, states = self.build, self.empty(B, H, self.segments, Dk, self.build.Dv)
-        if self.segments == 1:
-            states[:, :, 0] = 0.0 if initial is None else initial
-            return states
-        decays = self.empty(B, H, self.segments, Dk)
-        initial = None if initial is None else initial.float().contiguous()
-        addresses = dict(before=states, decays=decays, initial=initial)
-        grid = self.segments - 1, B * H, build.Dv // build.slices[0]
-        self._launch(f"states {mode}", mode, grid, build.threads[2], build.shared[2], addresses)
-        grid = -(-Dk * build.Dv // 128), B * H, 1
-        self._launch(f"prefix {mode}", mode, grid, 128, 0, addresses)
+    def left(self, mode: str, initial: Tensor | None, **outputs: Tensor | None) -> Tensor:
+        """Scans o or dv; the states between segments, [B, H, segments - 1, Dk, Dv]."""
+        build, (B, _, H, Dk) = self.build, self.tensors["q"].shape
+        states = self.empty(B, H, self.segments - 1, Dk, build.Dv)
+        decays = self.empty(B, H, self.segments - 1, Dk)
+        addresses = dict(outputs, states=states, decays=decays, initial=initial)
+        slices, chunks = build.Dv // build.slices[0], self.segments * self.segment_len // CHUNK
+        if build.prepared:
+            addresses["prepared"] = self.empty(B * H * chunks * build.prepared_chunk, dtype=torch.uint8)
+            self._launch(f"prepare {mode}", mode, (chunks, B * H, 1), PREPARE, addresses)
+        summed = (self.segments - 1) // self.run_len * self.run_len  # segments before the last run
+        if summed:
+            self._launch(f"states {mode}", mode, (summed, B * H, slices), STATES, addresses)
+        if summed > 1 or (summed and initial is not None):  # of one alone it is what `states` wrote
+            grid = -(-Dk * build.Dv // build.threads[PREFIX]), B * H, 1
+            self._launch(f"prefix {mode}", mode, grid, PREFIX, addresses)
+        self._launch(mode, mode, (-(-self.segments // self.run_len), B * H, slices), LEFT, addresses)
         return states
 
-    def scan(self, mode: str, states: Tensor, **addresses: Tensor | None) -> None:
-        build, form, (B, _, H, Dk) = self.build, int(mode in ("DQ", "DK")), self.tensors["q"].shape
-        blocks = (build.Dv, Dk)[form] // build.slices[form]
-        grid, found = (self.segments, B * H, blocks), dict(addresses, before=states)
-        self._launch(mode, mode, grid, build.threads[form], build.shared[form], found)
+    def right(self, mode: str, **addresses: Tensor | None) -> None:
+        """Scans dq or dk."""
+        B, _, H, Dk = self.tensors["q"].shape
+        self._launch(mode, mode, (self.segments, B * H, Dk // self.build.slices[1]), RIGHT, addresses)
 
     def _launch(
         self,
         kernel: str,
         mode: str,
         grid: tuple[int, int, int],
-        threads: int,
-        shared: int,
+        form: int,  # LEFT, …
         addresses: Mapping[str, Tensor | None],
     ) -> None:
-        _, N, H, Dk = self.tensors["q"].shape
-        values: dict[str, float] = dict(
-            N=N, H=H, segments=self.segments, segment_len=self.segment_len, scale=self.scale,
-            channels=Dk if mode in ("DQ", "DK") else self.build.Dv,
-        )  # fmt: skip
-        for operand, name in zip(_TENSORS, (*OPERANDS[mode], "gate", "k"), strict=True):
-            x = self.tensors[name]
-            values.update(zip(FIELDS[operand], (x.data_ptr(), *x.stride()[:3]), strict=True))
-        values |= {name: x.data_ptr() for name, x in addresses.items() if x is not None}
-        self.build.kernels[kernel](grid, threads, shared, self.stream, PARAMS.pack(values))
+        build, (_, N, H, Dk) = self.build, self.tensors["q"].shape
+        operands = {
+            name: self.tensors[x] for name, x in zip(_TENSORS, (*OPERANDS[mode], "gate", "k"), strict=True)
+        }
+        layout = _layout(
+            tuple(x.stride()[:3] for x in operands.values()),
+            *(N, H, self.segments, self.segment_len, self.run_len),
+            *(Dk if mode in ("DQ", "DK") else build.Dv, self.scale),
+        )
+        pointers = {name: x.data_ptr() for name, x in {**operands, **addresses}.items() if x is not None}
+        arguments = build.threads[form], build.shared[form], self.stream, POINTERS.pack(pointers) + layout
+        build.kernels[kernel](grid, *arguments)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(strides: tuple[tuple[int, ...], ...], *numbers: float) -> bytes:
+    """A call for few tokens takes mostly host time, so this part of the parameters is packed once."""
+    return LAYOUT.pack(dict(zip(LAYOUT.names, (*itertools.chain(*strides), *numbers), strict=False)))
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor, initial: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B, N, H, Dv], the final state [B, H, Dk, Dv], and for `backward` those before segments."""
+    """o [B, N, H, Dv], the final state [B, H, Dk, Dv], and for `backward` those between segments."""
     (B, N, H, Dk), Dv = q.shape, v.shape[-1]
     with current_device(q.device):
         run = _Pass.of(q, k, v, gate, scale)
         o, final = run.empty(B, N, H, Dv, dtype=q.dtype), run.empty(B, H, Dk, Dv)
-        states = run.states("FWD", initial)
-        run.scan("FWD", states, y=o, final=final)
+        states = run.left("FWD", _state(initial), y=o, final=final)
     return o, final, states
 
 
@@ -317,15 +412,17 @@ def backward(
     """
     with current_device(q.device):
         run = _Pass.of(q, k, v, gate, scale, do=do)
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        dgate = torch.empty(gate.shape, dtype=run.tensors["gate"].dtype, device=q.device)
-        dfinal = None if dfinal is None else dfinal / scale
-        dstates = run.states("DV", dfinal)
+        initial, dfinal = _state(initial), _state(None if dfinal is None else dfinal / scale)
+        dv = run.empty(*v.shape, dtype=v.dtype)
         dinitial = None if initial is None else torch.empty_like(initial)
+        dstates = run.left("DV", dfinal, y=dv, final=dinitial)
+        # Allocated after `left`, these take the place of its workspace.
+        dq, dk = (run.empty(*q.shape, dtype=q.dtype) for _ in range(2))
         dq_rest = torch.empty_like(dq)  # for the gates' gradient, a difference of large numbers
-        run.scan("DQ", states, y=dq, y_rest=dq_rest)
-        run.scan("DV", dstates, y=dv, final=dinitial)
-        run.scan("DK", dstates, y=dk, dq=dq, dq_rest=dq_rest, dgate=dgate, ends=states, S=final)
+        dgate = run.empty(*gate.shape, dtype=run.tensors["gate"].dtype)
+        run.right("DQ", states=states, initial=initial, y=dq, y_rest=dq_rest)
+        others = dict(dq=dq, dq_rest=dq_rest, dgate=dgate, ends=states, S=final)
+        run.right("DK", states=dstates, initial=dfinal, y=dk, **others)
         found = [dq, dk, dv, dgate.to(gate.dtype)]
         if dinitial is not None:
             found.append(dinitial * (scale * gate[:, 0].float().exp()).unsqueeze(-1))
@@ -337,3 +434,7 @@ def _aligned(x: Tensor) -> Tensor:
     rows_fit = x.stride(-1) == 1 and math.gcd(*x.stride()[:-1]) * x.element_size() % 16 == 0
     fits = rows_fit and x.data_ptr() % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def _state(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float().contiguous()

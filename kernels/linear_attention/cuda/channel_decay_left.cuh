@@ -27,21 +27,96 @@ struct SharedLeft {  // byte offsets
   static constexpr int BYTES = SCORES + CHANNEL_SUBS * 16 * 48;
 };
 
+// A warp's 16 channels of c and y: Sᵀ in its accumulators; y, which takes c's place.
 template <typename T, typename G, int BD, int M, bool REVERSE>
-struct LeftScan {
-  using Shared = SharedLeft<G, BD, M>;
-  using Gates = Tile<BD, Bytes<G>::N>;
+struct LeftState {
   static constexpr int WARPS = M / 16, THREADS = 32 * WARPS;
-  static constexpr int SCORE_ROW = 48;  // bytes
 
   const ChannelParams& p;
   ChannelBlock<T, G, REVERSE> block;
-  char* smem;
-  float state[BD / 8][4];  // Sᵀ, 8 columns each
+  float state[BD / 8][4] = {};  // Sᵀ, 8 columns each
 
-  DEVICE LeftScan(const ChannelParams& params, char* shared) : p(params), block(params, shared, 0), smem(shared) {}
+  DEVICE LeftState(const ChannelParams& params, const char* shared, int first_segment)
+      : p(params), block(params, shared, first_segment) {}
   DEVICE int warp() const { return block.tid / 32; }
   DEVICE int slice() const { return blockIdx.z * M; }
+
+  // y, by stmatrix where there is one; elsewhere lanes of neighbouring channels exchange a token, so that each has two
+  // channels of one.
+  DEVICE void put_y(const float (&y)[2][4], int sub, u32 c_tile, u32 own) const {
+#if __CUDA_ARCH__ >= 900
+    u32 rounded[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) rounded[i] = pack<T>(y[i / 2][i % 2 * 2] * p.scale, y[i / 2][i % 2 * 2 + 1] * p.scale);
+    stmatrix_trans(own, rounded[0], rounded[1], rounded[2], rounded[3]);
+#else
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4, odd = g % 2;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float lo = y[i / 2][i % 2 * 2] * p.scale, hi = y[i / 2][i % 2 * 2 + 1] * p.scale;
+      float got = __shfl_xor_sync(FULL_WARP, odd ? lo : hi, 4);
+      st_shared_b32(c_tile + Tile<M>::at(16 * sub + i / 2 * 8 + 2 * t + odd, 16 * warp() + i % 2 * 8 + g - odd),
+                    odd ? pack<T>(got, hi) : pack<T>(lo, got));
+    }
+#endif
+  }
+
+  DEVICE void store_y(int row, u32 c_tile) const {
+    constexpr int PIECES = M / 8, ROWS = THREADS / PIECES;
+    const int r0 = u32(block.tid) / PIECES, column = u32(block.tid) % PIECES * 8, V = p.channels;
+    const u32 tile = c_tile + Tile<M>::at(r0, column);
+    const i64 token = (i64(block.batch) * p.N + block.token(row + r0)) * p.H + block.head;
+    const i64 at = token * V + slice() + column, step = block.step(i64(p.H) * V);
+#pragma unroll
+    for (int r = 0; r < CHANNEL_CHUNK; r += ROWS)  // ROWS is 16: at() is a sum
+      if (row + r0 + r < block.length) st_global_v4(p.y + at + r * step, ld_shared_v4(tile + Tile<M>::at(r, 0)));
+  }
+
+  // This lane's part of a state [Dk, Dv], 2 by 2 of its numbers at a time.
+  template <typename N, typename F>
+  DEVICE void each_of_state(N* S, F visit) {
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4, V = p.channels;
+    N* from = S + 2 * t * V + slice() + 16 * warp() + g;
+#pragma unroll
+    for (int n = 0; n < BD / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) visit(state[n][i], from[(8 * n + i % 2) * V + i / 2 * 8]);
+  }
+  DEVICE void store_state(float* S) {
+    each_of_state(S, [](float s, float& to) { to = s; });
+  }
+
+  // Scans a run of segments; the states between them are stored for the scans of the right form.
+  template <typename F>
+  DEVICE void each_segment(F scan) {
+    const i64 numbers = i64(BD) * p.channels;
+    if (const float* S = block.state_before(numbers)) each_of_state(S, [](float& s, float from) { s = from; });
+#pragma unroll 1
+    for (int i = 1;; i++) {
+      scan();
+      if (i == p.run_len || block.is_last()) break;
+      store_state(p.states + block.state_after() * numbers);
+      __syncthreads();
+      block.enter_next();
+    }
+    if (p.final && block.is_last()) store_state(p.final + block.bh() * numbers);
+  }
+};
+
+template <typename T, typename G, int BD, int M, bool REVERSE>
+struct LeftScan : LeftState<T, G, BD, M, REVERSE> {
+  using Shared = SharedLeft<G, BD, M>;
+  using State = LeftState<T, G, BD, M, REVERSE>;
+  using Gates = Tile<BD, Bytes<G>::N>;
+  using State::p, State::block, State::state, State::WARPS, State::THREADS, State::warp, State::slice;
+  static constexpr int SCORE_ROW = 48;  // bytes
+
+  char* smem;
+
+  DEVICE LeftScan(const ChannelParams& params, char* shared) : LeftScan(params, shared, blockIdx.x * params.run_len) {}
+  DEVICE LeftScan(const ChannelParams& params, char* shared, int first_segment)
+      : State(params, shared, first_segment), smem(shared) {}
+  DEVICE u32 c_tile(int row) const { return block.base + Shared::C + row / CHANNEL_CHUNK % 2 * Tile<M>::SIZE; }
   // In the order of the accumulators' columns: of each 16, the four that a lane has lie together. `column` is even.
   static DEVICE constexpr int whole_at(int column) { return column / 16 * 16 + column % 8 * 2 + column / 8 % 2 * 2; }
   DEVICE float* whole(int sub) const { return reinterpret_cast<float*>(smem + Shared::WHOLE) + sub * BD; }
@@ -50,8 +125,7 @@ struct LeftScan {
     block.template load_gates<BD, THREADS>(block.base + Shared::GATES, 0, row);
     block.template load<BD, THREADS>(block.base + Shared::B, p.b, p.strides_b, row);
     block.template load<BD, THREADS>(block.base + Shared::A, p.a, p.strides_a, row);
-    u32 stage = row / CHANNEL_CHUNK % 2;
-    block.template load<M, THREADS>(block.base + Shared::C + stage * Tile<M>::SIZE, p.c + slice(), p.strides_c, row);
+    block.template load<M, THREADS>(c_tile(row), p.c + slice(), p.strides_c, row);
   }
 
   // What is computed of the decays. A thread has two channels of half a block of 16 tokens; the lane 16 further has the
@@ -124,26 +198,42 @@ struct LeftScan {
     }
   }
 
-  // Part 0: the diagonal and level 1, both a product with b; parts 1, 2, 3: levels 8, 4, 2.
+  // A task is a block of 16 tokens and a part of A. Part 0: the diagonal and level 1, both a product with b; parts 1, 2,
+  // 3: levels 8, 4, 2.
+  static constexpr int TASKS = 4 * CHANNEL_SUBS;
   DEVICE void scores() const {
 #pragma unroll 1
-    for (int task = warp(); task < 4 * CHANNEL_SUBS; task += WARPS) {
-      const int sub = task / 4, part = task % 4;
-      const u32 origin = block.base + fragment_step<BD>(sub, 0);
-      u16* to = reinterpret_cast<u16*>(smem + Shared::SCORES + sub * 16 * SCORE_ROW);
-      if (part == 0)
-        nearest_scores(to, origin);
-      else
-        level_scores(to, origin + Shared::LEVELS + (part - 1) * Shared::TILE, 16 >> part);
+    for (int task = warp(); task < TASKS; task += WARPS) {
+      float first[4] = {}, second[4] = {};
+      add_scores(task, first, second);
+      store_scores(task, first, second);
     }
+  }
+  DEVICE void add_scores(int task, float (&first)[4], float (&second)[4]) const {
+    const int part = task % 4;
+    const u32 origin = block.base + fragment_step<BD>(task / 4, 0);
+    if (part == 0)
+      add_nearest(origin, first, second);
+    else
+      add_level(origin + Shared::LEVELS + (part - 1) * Shared::TILE, first, second);
+  }
+  DEVICE void store_scores(int task, const float (&first)[4], const float (&second)[4]) const {
+    u16* to = reinterpret_cast<u16*>(smem + Shared::SCORES + task / 4 * 16 * SCORE_ROW);
+    if (task % 4 == 0)
+      store_nearest(to, first, second);
+    else
+      store_level(to, 16 >> task % 4, first, second);
+  }
+  DEVICE void clear_scores() const {  // A is 0 above the diagonal
+    for (int i = block.tid; i < CHANNEL_SUBS * 16 * SCORE_ROW / 4; i += THREADS)
+      st_shared_b32(block.base + Shared::SCORES + 4 * i, 0);
   }
   static DEVICE void store_score(u16* to, int i, int j, float x) { to[i * (SCORE_ROW / 2) + j] = u16(pack<T>(x, 0.f)); }
 
   // The diagonal and level 1. Only products of rows of one half, 0 … 7 or 8 … 15, are wanted: a product for each, whose
   // left operand's rows are eight of a and the same eight of level 1's tile (of the upper of each two).
-  DEVICE void nearest_scores(u16* to, u32 origin) const {
-    const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
-    float first[4] = {}, second[4] = {};
+  DEVICE void add_nearest(u32 origin, float (&first)[4], float (&second)[4]) const {
+    const int lane = block.tid % 32;
     const u32 a = origin + Shared::A + Tile<BD>::at(lane % 8, lane / 16 * 8);
     const u32 ones = origin + level(1) + Tile<BD>::at(lane % 8 | 1, lane / 16 * 8);
     const u32 upper = lane & 8 ? ones : a, lower = (lane & 8 ? a : ones) + Tile<BD>::at(8, 0);
@@ -155,6 +245,9 @@ struct LeftScan {
       mma<T>(first, x[0], x[1], x[2], x[3], b[0], b[1]);
       mma<T>(second, y[0], y[1], y[2], y[3], b[2], b[3]);
     }
+  }
+  DEVICE void store_nearest(u16* to, const float (&first)[4], const float (&second)[4]) const {
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
     if (g / 2 == t) {
       store_score(to, g, g, g % 2 ? first[1] : first[0]), store_score(to, 8 + g, 8 + g, g % 2 ? second[3] : second[2]);
       if (g % 2) store_score(to, g, g - 1, first[2]), store_score(to, 8 + g, 7 + g, second[0]);
@@ -162,9 +255,7 @@ struct LeftScan {
   }
 
   // A level's tile times its own transpose: the columns 0 … 7 and 8 … 15, of which level 8 wants the first.
-  DEVICE void level_scores(u16* to, u32 tile, int m) const {
-    const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
-    float first[4] = {}, second[4] = {};
+  DEVICE void add_level(u32 tile, float (&first)[4], float (&second)[4]) const {
     const u32 lanes = fragment_lanes<BD>(tile, block.tid);
 #pragma unroll 4
     for (int k = 0; k < BD / 16; k++) {
@@ -173,6 +264,9 @@ struct LeftScan {
       mma<T>(first, x[0], x[1], x[2], x[3], x[0], x[2]);
       mma<T>(second, x[0], x[1], x[2], x[3], x[1], x[3]);
     }
+  }
+  DEVICE void store_level(u16* to, int m, const float (&first)[4], const float (&second)[4]) const {
+    const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int j = 2 * t + i, apart = g ^ j;
@@ -195,28 +289,8 @@ struct LeftScan {
     ldmatrix(w, block.base + Shared::SCORES + (16 * sub + lane % 16) * SCORE_ROW + lane / 16 * 16);
     mma<T>(y[0], c[0], c[1], c[2], c[3], w[0], w[2]);
     mma<T>(y[1], c[0], c[1], c[2], c[3], w[1], w[3]);
-    put_y(y, sub, c_tile, own);
+    State::put_y(y, sub, c_tile, own);
     update_state(c, sub);
-  }
-
-  // y, by stmatrix where there is one; elsewhere lanes of neighbouring channels exchange a token, so that each has two
-  // channels of one.
-  DEVICE void put_y(const float (&y)[2][4], int sub, u32 c_tile, u32 own) const {
-#if __CUDA_ARCH__ >= 900
-    u32 rounded[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) rounded[i] = pack<T>(y[i / 2][i % 2 * 2] * p.scale, y[i / 2][i % 2 * 2 + 1] * p.scale);
-    stmatrix_trans(own, rounded[0], rounded[1], rounded[2], rounded[3]);
-#else
-    const int lane = block.tid % 32, g = lane / 4, t = lane % 4, odd = g % 2;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float lo = y[i / 2][i % 2 * 2] * p.scale, hi = y[i / 2][i % 2 * 2 + 1] * p.scale;
-      float got = __shfl_xor_sync(FULL_WARP, odd ? lo : hi, 4);
-      st_shared_b32(c_tile + Tile<M>::at(16 * sub + i / 2 * 8 + 2 * t + odd, 16 * warp() + i % 2 * 8 + g - odd),
-                    odd ? pack<T>(got, hi) : pack<T>(lo, got));
-    }
-#endif
   }
 
   DEVICE void update_state(const u32 (&c)[4], int sub) {
@@ -237,40 +311,18 @@ struct LeftScan {
     }
   }
 
-  DEVICE void store_y(int row) const {
-    constexpr int PIECES = M / 8, ROWS = THREADS / PIECES;
-    const int r0 = u32(block.tid) / PIECES, column = u32(block.tid) % PIECES * 8, V = p.channels;
-    const u32 tile = block.base + Shared::C + row / CHANNEL_CHUNK % 2 * Tile<M>::SIZE + Tile<M>::at(r0, column);
-    const i64 token = (i64(block.batch) * p.N + block.token(row + r0)) * p.H + block.head;
-    const i64 at = token * V + slice() + column, step = block.step(i64(p.H) * V);
-#pragma unroll
-    for (int r = 0; r < CHANNEL_CHUNK; r += ROWS)  // ROWS is 16: at() is a sum
-      if (row + r0 + r < block.length) st_global_v4(p.y + at + r * step, ld_shared_v4(tile + Tile<M>::at(r, 0)));
-  }
-
-  // This lane's part of a state [Dk, Dv], 2 by 2 of its numbers at a time.
-  template <typename F>
-  DEVICE void each_of_state(float* S, F visit) {
-    const int lane = block.tid % 32, g = lane / 4, t = lane % 4, V = p.channels;
-    float* from = S + 2 * t * V + slice() + 16 * warp() + g;
-#pragma unroll
-    for (int n = 0; n < BD / 8; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) visit(state[n][i], from[(8 * n + i % 2) * V + i / 2 * 8]);
-  }
-
   DEVICE void run() {
-    const i64 numbers = i64(BD) * p.channels;
-    each_of_state(p.before + (block.bh() * p.segments + block.segment) * numbers, [](float& s, float& S) { s = S; });
-    for (int i = block.tid; i < CHANNEL_SUBS * 16 * SCORE_ROW / 4; i += THREADS)  // A is 0 above the diagonal
-      st_shared_b32(block.base + Shared::SCORES + 4 * i, 0);
+    clear_scores();
+    State::each_segment([this] { scan_segment(); });
+  }
+  DEVICE void scan_segment() {
     load(0);
     copy_async_commit();
 #pragma unroll 1
     for (int row = 0; row < block.length; row += CHANNEL_CHUNK) {
       copy_async_wait<0>();
       __syncthreads();
-      if (row) store_y(row - CHANNEL_CHUNK);
+      if (row) State::store_y(row - CHANNEL_CHUNK, c_tile(row - CHANNEL_CHUNK));
       block.recompute_addresses();
       weigh();
       __syncthreads();
@@ -280,12 +332,11 @@ struct LeftScan {
       if (row + CHANNEL_CHUNK < block.length) load(row + CHANNEL_CHUNK);
       copy_async_commit();
       block.recompute_addresses();
-      const u32 c_tile = block.base + Shared::C + row / CHANNEL_CHUNK % 2 * Tile<M>::SIZE;
 #pragma unroll 1
-      for (int sub = 0; sub < CHANNEL_SUBS; sub++) advance(sub, c_tile);
+      for (int sub = 0; sub < CHANNEL_SUBS; sub++) advance(sub, c_tile(row));
     }
     __syncthreads();
-    store_y((block.length - 1) / CHANNEL_CHUNK * CHANNEL_CHUNK);
-    if (p.final && block.is_last()) each_of_state(p.final + block.bh() * numbers, [](float& s, float& S) { S = s; });
+    const int last = (block.length - 1) / CHANNEL_CHUNK * CHANNEL_CHUNK;
+    State::store_y(last, c_tile(last));
   }
 };

@@ -1,6 +1,7 @@
 // The parameters of the kernels with a decay for each channel, and what their blocks share: tokens, tiles, copies.
 #pragma once
 #include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared_memory.cuh"
 
@@ -23,17 +24,20 @@ struct ChannelParams {
   // DK: also the gradient of the gates, from k, dq [B, N, H, Dk], contiguous, and the states at the segments' ends
   const u16 *k, *dq, *dq_rest;
   void* dgate;            // [B, N, H, Dk], contiguous
-  const float *ends, *S;  // [B, H, segments, Dk, Dv], the state before each segment; [B, H, Dk, Dv], the final one
-  // The state before each segment (in reverse: from those after it), [B, H, segments, Dk, Dv]; `states` writes what a
-  // segment adds, and its decay [B, H, segments, Dk]; `final`: the state behind the last segment, or null
-  float *before, *decays, *final;
-  const float* initial;  // prefix: the state before the scan [B, H, Dk, Dv], or null: 0
+  const float *ends, *S;  // [B, H, segments − 1, Dk, Dv], those between segments; [B, H, Dk, Dv], the final one
+  // The states between segments in the direction of the scan, [B, H, segments − 1, Dk, Dv]; `states` writes what the
+  // segment before adds, and its decay [B, H, segments − 1, Dk]; `final`: the state behind the last segment, or null
+  float *states, *decays, *final;
+  const float* initial;  // the state before the scan [B, H, Dk, Dv], or null: 0
+  char* prepared;        // PreparedChunk [B, H, segments, chunks of a segment], a workspace
   ChannelStrides strides_a, strides_b, strides_c, strides_gate, strides_k;
   int N, H, segments, segment_len;
+  int run_len;   // segments that a block of the left scan takes in turn
   int channels;  // of c and y
   float scale;
+  int unused;
 };
-static_assert(sizeof(ChannelParams) == CHANNEL_PARAMS_BYTES, "PARAMS of channel_decay.py");
+static_assert(sizeof(ChannelParams) == CHANNEL_PARAMS_BYTES, "POINTERS and LAYOUT of channel_decay.py");
 
 constexpr int CHANNEL_CHUNK = 32;  // tokens that a block takes at a time, in blocks of 16
 constexpr int CHANNEL_SUBS = CHANNEL_CHUNK / 16;
@@ -79,20 +83,22 @@ DEVICE float2 swap_halves(float2 x) {
 }
 DEVICE float2 ld_shared_float2(const float* from) { return *reinterpret_cast<const float2*>(from); }
 
-// A block's head and segment. Rows count in the direction of the scan: row 0 is the segment's first token, in reverse
-// its last.
+// A block's head and segment, at first the step-th in the direction of the scan. Rows count in that direction, too: row 0
+// is the segment's first token, in reverse its last.
 template <typename T, typename G, bool REVERSE>
 struct ChannelBlock {
   const ChannelParams& p;
   int tid, batch, head, segment, begin, length;
   u32 base;  // the address of its shared memory
 
-  DEVICE ChannelBlock(const ChannelParams& params, const char* smem, int first_segment) : p(params) {
-    tid = threadIdx.x, base = shared_address(smem);
-    batch = blockIdx.y / p.H, head = blockIdx.y % p.H, segment = first_segment + blockIdx.x;
-    begin = segment * p.segment_len;
-    length = min(p.segment_len, p.N - begin);
+  DEVICE ChannelBlock(const ChannelParams& params, const char* smem, int step) : p(params) {
+    tid = threadIdx.x, base = shared_address(smem), batch = blockIdx.y / p.H, head = blockIdx.y % p.H;
+    enter(REVERSE ? p.segments - 1 - step : step);
   }
+  DEVICE void enter(int next) {
+    segment = next, begin = segment * p.segment_len, length = min(p.segment_len, p.N - begin);
+  }
+  DEVICE void enter_next() { enter(segment + (REVERSE ? -1 : 1)); }
   // Called between the phases of a chunk, which then recompute their addresses.
   DEVICE void recompute_addresses() { reload(tid, base); }
   DEVICE int token(int row) const { return REVERSE ? begin + length - 1 - row : begin + row; }
@@ -100,6 +106,13 @@ struct ChannelBlock {
   // The first segment of the scan, whose state before it is the initial one; the last one.
   DEVICE bool is_first() const { return segment == (REVERSE ? p.segments - 1 : 0); }
   DEVICE bool is_last() const { return segment == (REVERSE ? 0 : p.segments - 1); }
+  // Among the states between segments, the one after this segment in the direction of the scan.
+  DEVICE i64 state_after() const { return bh() * (p.segments - 1) + segment - (REVERSE ? 1 : 0); }
+  // The state before this segment, of so many numbers; null: 0.
+  DEVICE const float* state_before(i64 numbers) const {
+    if (is_first()) return p.initial ? p.initial + bh() * numbers : nullptr;
+    return p.states + (state_after() + (REVERSE ? 1 : -1)) * numbers;
+  }
   template <typename E>
   DEVICE E* start(E* x, const ChannelStrides& s) const {
     return x + batch * s.batch + head * s.head;
@@ -126,6 +139,15 @@ struct ChannelBlock {
       const int gaps = EIGHTS ? int(r0 / 8) + rows_on / 8 : r / 8;
       copy_async_16(tile + rows_on * TILE::ROW + gaps * TILE::GAP_BYTES + bytes_on,
                     from + rows_on * row_bytes + bytes_on, r >= first && r < rows);
+    }
+  }
+  // PIECES contiguous 16-byte pieces to rows of ROW_PIECES, ROW bytes apart.
+  template <int PIECES, int THREADS, int ROW_PIECES = PIECES, int ROW = 16 * PIECES>
+  DEVICE void copy_contiguous(u32 to, const char* from) const {
+#pragma unroll
+    for (int n = 0; n < (PIECES + THREADS - 1) / THREADS; n++) {
+      const u32 i = u32(tid) + n * THREADS;
+      if (i < PIECES) copy_async_16(to + i / ROW_PIECES * ROW + i % ROW_PIECES * 16, from + 16 * i, true);
     }
   }
   // COLUMNS columns of CHANNEL_CHUNK rows; rows past the segment's end are zeros.

@@ -6,33 +6,37 @@
 // Of the sum over j ≤ i, what the first eight tokens add to the last eight is a product with their part of the state. The
 // rest, within eight tokens, is computed in fp32: a thread has two channels, and multiplies each c_j by α_i in turn.
 //
-// A warp owns 16 channels of the slice, and one of GROUPS parts of the channels of a and b, which are summed up.
+// A warp owns 16 channels of the slice, and one of GROUPS parts of the channels of a and b, which are summed up. With
+// ROLES the groups share the other work, too: while the first finishes a chunk's y, others weigh c of the next chunk,
+// compute its a·b, and sum up the gates' gradient. For this a, b, c and the gates have a stage more.
 #pragma once
 #include "channel_decay_params.cuh"
 
-template <typename G, int BD, int M, int GROUPS>
+template <typename G, int BD, int M, int GROUPS, bool ROLES>
 struct SharedRight {  // byte offsets
   static constexpr int AB = Tile<BD>::SIZE, SLICE = Tile<M>::SIZE, GATE = Tile<M, Bytes<G>::N>::SIZE;
+  static constexpr int AB_STAGES = ROLES ? 2 : 1, STAGES = ROLES ? 3 : 2, SCORE_STAGES = ROLES ? 2 : 1;
   static constexpr int A = 0;
-  static constexpr int B = A + AB;
-  static constexpr int C = B + AB;                   // two stages
-  static constexpr int GATES = C + 2 * SLICE;        // two stages
-  static constexpr int C_TO_END = GATES + 2 * GATE;  // c̃
+  static constexpr int B = A + AB_STAGES * AB;
+  static constexpr int C = B + AB_STAGES * AB;
+  static constexpr int GATES = C + STAGES * SLICE;
+  static constexpr int C_TO_END = GATES + STAGES * GATE;  // c̃
   static constexpr int C_TO_HALF =
       C_TO_END + SLICE;                        // of the first eight tokens, to the eighth; the others are not set
   static constexpr int Y = C_TO_HALF + SLICE;  // GROUPS parts, in fp32
   static constexpr int Y_ROW = M + 4;
   static constexpr int SCORES = Y + GROUPS * CHANNEL_CHUNK * Y_ROW * 4;  // a·b, in fp32
   static constexpr int SCORE_ROW = 20;
-  static constexpr int HALF = SCORES + CHANNEL_CHUNK * SCORE_ROW * 4;  // the decay of each first eight tokens
-  static constexpr int WHOLE = HALF + CHANNEL_SUBS * M * 4;            // and of each 16
+  static constexpr int SCORE_STAGE = CHANNEL_CHUNK * SCORE_ROW * 4;
+  static constexpr int HALF = SCORES + SCORE_STAGES * SCORE_STAGE;  // the decay of each first eight tokens
+  static constexpr int WHOLE = HALF + CHANNEL_SUBS * M * 4;         // and of each 16
   static constexpr int TOTALS = WHOLE + CHANNEL_SUBS * M * 4;  // DK: sums of the gates' gradient over eight tokens each
   static constexpr int BYTES = TOTALS + 2 * CHANNEL_SUBS * M * 4 + GROUPS * M * 4;
 };
 
-template <typename T, typename G, int BD, int M, int GROUPS, bool REVERSE>
+template <typename T, typename G, int BD, int M, int GROUPS, bool REVERSE, bool ROLES>
 struct RightScan {
-  using Shared = SharedRight<G, BD, M, GROUPS>;
+  using Shared = SharedRight<G, BD, M, GROUPS, ROLES>;
   using Gates = Tile<M, Bytes<G>::N>;
   static constexpr int WARPS = M / 16 * GROUPS, THREADS = 32 * WARPS, PART = BD / GROUPS;
   static constexpr int Y_ROW = Shared::Y_ROW, SCORE_ROW = Shared::SCORE_ROW;
@@ -40,30 +44,42 @@ struct RightScan {
   const ChannelParams& p;
   ChannelBlock<T, G, REVERSE> block;
   char* smem;
-  float state[PART / 8][4];  // S, 8 columns each
+  float state[PART / 8][4] = {};  // S, 8 columns each
 
-  DEVICE RightScan(const ChannelParams& params, char* shared) : p(params), block(params, shared, 0), smem(shared) {}
+  DEVICE RightScan(const ChannelParams& params, char* shared)
+      : p(params), block(params, shared, blockIdx.x), smem(shared) {}
   DEVICE int warp() const { return block.tid / 32 % (M / 16); }
   DEVICE int group() const { return block.tid / 32 / (M / 16); }
   DEVICE int slice() const { return blockIdx.z * M; }
   DEVICE float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
-  DEVICE u32 c_tile(int row) const { return block.base + Shared::C + row / CHANNEL_CHUNK % 2 * Shared::SLICE; }
-  DEVICE u32 gate_tile(int row) const { return block.base + Shared::GATES + row / CHANNEL_CHUNK % 2 * Shared::GATE; }
+  DEVICE u32 c_tile(int row) const {
+    return block.base + Shared::C + u32(row / CHANNEL_CHUNK) % Shared::STAGES * Shared::SLICE;
+  }
+  DEVICE u32 gate_tile(int row) const {
+    return block.base + Shared::GATES + u32(row / CHANNEL_CHUNK) % Shared::STAGES * Shared::GATE;
+  }
+  DEVICE u32 ab_stage(int row) const { return u32(row / CHANNEL_CHUNK) % Shared::AB_STAGES * Shared::AB; }
+  DEVICE u32 a_tile(int row) const { return block.base + Shared::A + ab_stage(row); }
+  DEVICE u32 b_tile(int row) const { return block.base + Shared::B + ab_stage(row); }
+  DEVICE float* scores_of(int row) const {
+    return floats(Shared::SCORES + u32(row / CHANNEL_CHUNK) % Shared::SCORE_STAGES * Shared::SCORE_STAGE);
+  }
 
   DEVICE void load(int row) const {
     block.template load_gates<M, THREADS>(gate_tile(row), slice(), row);
     block.template load<M, THREADS>(c_tile(row), p.c + slice(), p.strides_c, row);
-    block.template load<BD, THREADS>(block.base + Shared::A, p.a, p.strides_a, row);
-    block.template load<BD, THREADS>(block.base + Shared::B, p.b, p.strides_b, row);
+    block.template load<BD, THREADS>(a_tile(row), p.a, p.strides_a, row);
+    block.template load<BD, THREADS>(b_tile(row), p.b, p.strides_b, row);
   }
 
   // A thread has two channels of half a block of 16 tokens; the lane 16 further has the other half. There is one for each
-  // of the first M/16 warps.
+  // of the first M/16 warps, or with ROLES of each group's.
   struct Unit {
     int sub, column, row;
     bool upper, exists;
     DEVICE explicit Unit(int unit) {
-      exists = unit < 32 * (M / 16);
+      if (ROLES) unit %= 2 * M;
+      exists = ROLES || unit < 2 * M;
       sub = unit / M, column = unit % M / 32 * 32 + unit % 16 * 2, upper = unit & 16, row = 16 * sub + 8 * upper;
     }
   };
@@ -91,41 +107,40 @@ struct RightScan {
   }
 
   // a·b of 16 tokens, 8 columns a task.
-  DEVICE void scores() const {
+  DEVICE void scores(int row, int first, int warps) const {
     const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
 #pragma unroll 1
-    for (int task = block.tid / 32; task < 2 * CHANNEL_SUBS; task += WARPS) {
+    for (int task = first; task < 2 * CHANNEL_SUBS; task += warps) {
       const int sub = task / 2, columns = task % 2;
-      const u32 a_tile = fragment_lanes<BD>(block.base + Shared::A, block.tid) + fragment_step<BD>(sub, 0);
-      const u32 b_tile = block.base + Shared::B + Tile<BD>::at(16 * sub + 8 * columns + lane % 8, lane / 8 * 8);
+      const u32 a_from = fragment_lanes<BD>(a_tile(row), block.tid) + fragment_step<BD>(sub, 0);
+      const u32 b_from = b_tile(row) + Tile<BD>::at(16 * sub + 8 * columns + lane % 8, lane / 8 * 8);
       float even[4] = {}, odd[4] = {};
 #pragma unroll 2
       for (int k = 0; k < BD / 32; k++) {
         u32 a[4], a2[4], b[4];
-        ldmatrix(a, a_tile + 64 * k), ldmatrix(a2, a_tile + 64 * k + 32), ldmatrix(b, b_tile + 64 * k);
+        ldmatrix(a, a_from + 64 * k), ldmatrix(a2, a_from + 64 * k + 32), ldmatrix(b, b_from + 64 * k);
         mma<T>(even, a[0], a[1], a[2], a[3], b[0], b[1]);
         mma<T>(odd, a2[0], a2[1], a2[2], a2[3], b[2], b[3]);
       }
-      float* to = floats(Shared::SCORES) + (16 * sub + g) * SCORE_ROW + 8 * columns + 2 * t;
+      float* to = scores_of(row) + (16 * sub + g) * SCORE_ROW + 8 * columns + 2 * t;
       *reinterpret_cast<float2*>(to) = make_float2(even[0] + odd[0], even[1] + odd[1]);
       *reinterpret_cast<float2*>(to + 8 * SCORE_ROW) = make_float2(even[2] + odd[2], even[3] + odd[3]);
     }
   }
 
   // One block of 16 tokens: what is before each half, and the state.
-  DEVICE void advance(int sub) {
+  DEVICE void advance(int row, int sub) {
     const int lane = block.tid % 32, g = lane / 4, t = lane % 4, own = 16 * warp();
     const int part = group() * PART;
     float y[2][4] = {};
-    const u32 a_tile = fragment_lanes_crosswise<BD>(block.base + Shared::A, block.tid) + Tile<BD>::at(16 * sub, part);
-    add_state_product<T>(y, state, a_tile);
+    add_state_product<T>(y, state, fragment_lanes_crosswise<BD>(a_tile(row), block.tid) + Tile<BD>::at(16 * sub, part));
     const float* half = floats(Shared::HALF) + sub * M + own + g;
     y[1][0] *= half[0], y[1][1] *= half[0], y[1][2] *= half[8], y[1][3] *= half[8];
     if (group() == 0) {
       u32 c[4];
       // Lanes 8 … 15 and 24 … 31 give rows of the second half, which are not used: they repeat the first.
       ldmatrix_trans(c, block.base + Shared::C_TO_HALF + Tile<M>::at(16 * sub + lane % 8, own + lane / 16 * 8));
-      const float2 w = ld_shared_float2(floats(Shared::SCORES) + (16 * sub + 8 + g) * SCORE_ROW + 2 * t);
+      const float2 w = ld_shared_float2(scores_of(row) + (16 * sub + 8 + g) * SCORE_ROW + 2 * t);
       mma<T>(y[1], c[0], c[2], 0, 0, pack<T>(w.x, w.y), 0);
     }
     float* to = floats(Shared::Y) + (group() * CHANNEL_CHUNK + 16 * sub + 2 * t) * Y_ROW + own + g;
@@ -137,11 +152,11 @@ struct RightScan {
                    fragment_lanes_crosswise<M>(block.base + Shared::C_TO_END, block.tid) + Tile<M>::at(16 * sub, own));
     const float* whole = floats(Shared::WHOLE) + sub * M + own + g;
     const float first = whole[0], second = whole[8];
-    const u32 b_tile = fragment_lanes<BD>(block.base + Shared::B, block.tid) + Tile<BD>::at(16 * sub, part);
+    const u32 b_from = fragment_lanes<BD>(b_tile(row), block.tid) + Tile<BD>::at(16 * sub, part);
 #pragma unroll
     for (int k = 0; k < PART / 16; k++) {
       u32 b[4];
-      ldmatrix_trans(b, b_tile + 32 * k);
+      ldmatrix_trans(b, b_from + 32 * k);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         float (&s)[4] = state[2 * k + i];
@@ -164,7 +179,7 @@ struct RightScan {
     const u32 gates = gate_tile(chunk) + Gates::at(u.row, u.column),
               c_at = c_tile(chunk) + Tile<M>::at(u.row, u.column);
     float* before = floats(Shared::Y) + u.row * Y_ROW + u.column;
-    const float* scores = floats(Shared::SCORES) + u.row * SCORE_ROW + 8 * u.upper;
+    const float* scores = scores_of(chunk) + u.row * SCORE_ROW + 8 * u.upper;
     float2 from_start = make_float2(1.f, 1.f), c[8];
     const i64 start = element(chunk + u.row, u.column), step = row_step();
 #pragma unroll
@@ -195,8 +210,10 @@ struct RightScan {
     }
   }
 
-  // The gates' gradient, summed up within a thread's eight tokens, takes y's place.
-  DEVICE void sum_dgate(int chunk) const {
+  // The gates' gradient, summed up within a thread's eight tokens, takes y's place. `finished`: waits for y, if another
+  // thread computes it.
+  template <typename F>
+  DEVICE void sum_dgate(int chunk, F finished) const {
     const Unit u(block.tid);
     if (!u.exists) return;
     u32 k[8], dq[8], dq_rest[8];  // first of all: each load would be waited for at the next asm volatile
@@ -211,6 +228,7 @@ struct RightScan {
       dq[r] = *reinterpret_cast<const u32*>(p.dq + first + on * step);
       dq_rest[r] = *reinterpret_cast<const u32*>(p.dq_rest + first + on * step);
     }
+    finished();
     float* y = floats(Shared::Y) + u.row * Y_ROW + u.column;
     float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
@@ -247,8 +265,9 @@ struct RightScan {
   // The gradient of the gates through the state at the segment's end: Σ S ⊙ dS along a row, S the forward scan's.
   DEVICE float2 through_state() const {
     const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
-    const float* S = block.is_first() ? p.S + block.bh() * (i64(p.channels) * BD)
-                                      : p.ends + (block.bh() * p.segments + block.segment + 1) * (i64(p.channels) * BD);
+    const float* S = block.is_first()
+                         ? p.S + block.bh() * (i64(p.channels) * BD)
+                         : p.ends + (block.bh() * (p.segments - 1) + block.segment) * (i64(p.channels) * BD);
     const float* from = S + (slice() + 16 * warp() + g) * BD + group() * PART + 2 * t;
     float sums[2] = {};
 #pragma unroll
@@ -276,8 +295,9 @@ struct RightScan {
   // This lane's part of a state [Dk, Dv].
   DEVICE void load_state() {
     const int lane = block.tid % 32, g = lane / 4, t = lane % 4;
-    const float* from = p.before + (block.bh() * p.segments + block.segment) * (i64(p.channels) * BD) +
-                        (slice() + 16 * warp() + g) * BD + group() * PART + 2 * t;
+    const float* S = block.state_before(i64(p.channels) * BD);
+    if (!S) return;
+    const float* from = S + (slice() + 16 * warp() + g) * BD + group() * PART + 2 * t;
 #pragma unroll
     for (int n = 0; n < PART / 8; n++)
 #pragma unroll
@@ -288,6 +308,66 @@ struct RightScan {
   }
 
   DEVICE void run() {
+    if constexpr (ROLES)
+      run_by_roles();
+    else
+      run_together();
+  }
+
+  // The groups that weigh c, compute a·b and sum up the gates' gradient; named barriers.
+  static constexpr int WEIGHING = 1, SCORING = GROUPS > 2 ? 2 : 1, SUMMING = GROUPS > 3 ? 3 : 0;
+  static constexpr int FINISHED = 1, SUMMED = 2;
+
+  DEVICE void run_by_roles() {
+#pragma unroll 1
+    for (int row = 0; row < 2 * CHANNEL_CHUNK; row += CHANNEL_CHUNK) {
+      if (row < block.length) load(row);
+      copy_async_commit();
+    }
+    load_state();
+    copy_async_wait<1>();
+    __syncthreads();
+    float2 later = make_float2(0.f, 0.f);
+    if (REVERSE) later = through_state();
+    weigh_and_score(0);
+#pragma unroll 1
+    for (int row = 0; row < block.length; row += CHANNEL_CHUNK) {
+      const int next = row + CHANNEL_CHUNK;
+      __syncthreads();
+      block.recompute_addresses();
+#pragma unroll 1
+      for (int sub = 0; sub < CHANNEL_SUBS; sub++) advance(row, sub);
+      copy_async_wait<0>();
+      __syncthreads();
+      block.recompute_addresses();
+      if (next + CHANNEL_CHUNK < block.length) load(next + CHANNEL_CHUNK);
+      copy_async_commit();
+      block.recompute_addresses();
+      if (group() == 0) finish(row);
+      if (REVERSE) add_dgate(row, later);
+      if (next < block.length) weigh_and_score(next);
+      block.recompute_addresses();
+    }
+  }
+  DEVICE void weigh_and_score(int row) {
+    block.recompute_addresses();
+    if (group() == WEIGHING) weigh(row);
+    block.recompute_addresses();
+    if (group() == SCORING) scores(row, warp(), M / 16);
+  }
+  // The first group's y goes to the one that sums up, if it is another: their threads wait for each other.
+  DEVICE void add_dgate(int row, float2& later) {
+    auto finished = [] {
+      if (SUMMING != 0) named_barrier_sync(FINISHED, 4 * M);
+    };
+    if (SUMMING != 0 && group() == 0) finished();
+    if (group() != SUMMING) return;
+    sum_dgate(row, finished);
+    named_barrier_sync(SUMMED, 2 * M);
+    store_dgate(row, later);
+  }
+
+  DEVICE void run_together() {
     load(0);
     copy_async_commit();
     load_state();
@@ -306,11 +386,11 @@ struct RightScan {
       block.recompute_addresses();
       weigh(row);
       block.recompute_addresses();
-      scores();
+      scores(row, block.tid / 32, WARPS);
       __syncthreads();
       block.recompute_addresses();
 #pragma unroll 1
-      for (int sub = 0; sub < CHANNEL_SUBS; sub++) advance(sub);
+      for (int sub = 0; sub < CHANNEL_SUBS; sub++) advance(row, sub);
       __syncthreads();
       block.recompute_addresses();
       if (row + CHANNEL_CHUNK < block.length) load(row + CHANNEL_CHUNK);
@@ -318,7 +398,7 @@ struct RightScan {
       block.recompute_addresses();
       finish(row);
       block.recompute_addresses();
-      if (REVERSE) sum_dgate(row);
+      if (REVERSE) sum_dgate(row, [] {});
     }
     if (REVERSE) {
       __syncthreads();
@@ -327,8 +407,8 @@ struct RightScan {
   }
 };
 
-template <typename T, typename G, int BD, int M, int GROUPS, bool REVERSE>
-DEVICE void RightScan<T, G, BD, M, GROUPS, REVERSE>::store_gate(i64 at, float2 x) const {
+template <typename T, typename G, int BD, int M, int GROUPS, bool REVERSE, bool ROLES>
+DEVICE void RightScan<T, G, BD, M, GROUPS, REVERSE, ROLES>::store_gate(i64 at, float2 x) const {
   if constexpr (Bytes<G>::N == 4)
     *reinterpret_cast<float2*>(reinterpret_cast<float*>(p.dgate) + at) = x;
   else

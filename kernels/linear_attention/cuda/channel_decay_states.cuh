@@ -24,7 +24,7 @@ struct SegmentStates {
   float state[M / 8][4] = {};   // S, 8 columns each
   float later[2] = {1.f, 1.f};  // the decay of all later tokens, of channels g and g + 8
 
-  DEVICE SegmentStates(const ChannelParams& params, char* shared) : p(params), block(params, shared, REVERSE ? 1 : 0) {}
+  DEVICE SegmentStates(const ChannelParams& params, char* shared) : p(params), block(params, shared, blockIdx.x) {}
   DEVICE int slice() const { return blockIdx.z * M; }
   DEVICE int own() const { return block.tid / 32 * 16; }  // the warp's first channel of b
   DEVICE u32 stage(int chunk) const { return block.base + u32(chunk) % STAGES * Shared::STAGE; }
@@ -126,15 +126,15 @@ struct SegmentStates {
 
   DEVICE void store() const {
     const int lane = block.tid % 32, g = lane / 4, t = lane % 4, V = p.channels;
-    const i64 first = block.bh() * p.segments;
-    float* S = p.before + (first + block.segment + (REVERSE ? -1 : 1)) * (i64(BD) * V) + slice() + 2 * t;
+    const i64 after = block.state_after();
+    float* S = p.states + after * (i64(BD) * V) + slice() + 2 * t;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int channel = own() + g + 8 * i;
 #pragma unroll
       for (int n = 0; n < M / 8; n++)
         *reinterpret_cast<float2*>(S + i64(channel) * V + 8 * n) = make_float2(state[n][2 * i], state[n][2 * i + 1]);
-      if (t == 0 && blockIdx.z == 0) p.decays[(first + block.segment) * BD + channel] = later[i];
+      if (t == 0 && blockIdx.z == 0) p.decays[after * BD + channel] = later[i];
     }
   }
 

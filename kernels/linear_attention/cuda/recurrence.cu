@@ -11,7 +11,7 @@ constexpr int TOKENS = 8;  // that are in shared memory at a time
 
 struct RecurrenceOperand {
   const float* x;  // [B, N, H, channels]
-  // Strides in elements. Of a decay that the channels share, the last is 0; of tokens in reverse, the second is negative.
+  // Strides in elements. Of a decay that the channels share, the last is 0.
   i64 batch, token, head, channel;
 };
 

@@ -19,7 +19,7 @@ from lingpt.kernels.linear_attention.cuda.launch import (
 from lingpt.kernels.linear_attention.cuda.toolchain import card, supported_architectures, unusable_reason
 
 SOURCE = "recurrence.cu"
-THREADS, MOST_LANES, KEYS_OF_LANE = 128, 8, 36  # 36: a power of two and the column of the normaliser
+THREADS, MOST_LANES, KEYS_OF_LANE = 128, 8, 36
 # Channels of q and k, and of v, which takes their place in the backward pass.
 MOST_CHANNELS = MOST_LANES * KEYS_OF_LANE
 HEAD_DIMS = (32, 64, 128, 256)  # to compile ahead
@@ -68,12 +68,12 @@ def build_for(arch: str, Dk: int, shared: bool) -> Build:
 
 
 def specs() -> list[KernelSpec]:
-    """The builds that `lingpt kernels` compiles ahead: decays per channel, and the rows of chunkwise.py."""
+    """The builds that `lingpt kernels` compiles ahead: decays per channel, and shared ones."""
     return [
-        build_for(arch, *channels).spec
+        build_for(arch, D, shared).spec
         for arch in supported_architectures()
         for D in HEAD_DIMS
-        for channels in ((D, False), (D + 1, True))
+        for shared in (False, True)
     ]
 
 
@@ -111,19 +111,11 @@ def segmentation(N: int, blocks: int, processors: int) -> tuple[int, int]:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    left: Tensor,
-    right: Tensor,
-    initial: Tensor,
-    *,
-    reverse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, left: Tensor, right: Tensor, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
     """y [B, N, H, Dv] and the final state [B, H, Dk, Dv]; all in fp32.
 
-    left, right: log decays, [B, N, H, 1 or Dk] and [B, N, H, 1 or Dv]. reverse: from the last token to the
-    first, each of which decays what is after it.
+    left, right: log decays, [B, N, H, 1 or Dk] and [B, N, H, 1 or Dv].
     """
     (B, N, H, Dk), Dv, (arch, processors) = q.shape, v.shape[-1], card(q.device)
     build = build_for(arch, Dk, left.shape[-1] == right.shape[-1] == 1)
@@ -131,10 +123,11 @@ def forward(
     segments, segment_len = segmentation(N, slices * B * H, processors)
     y, states = q.new_empty(B, N, H, Dv), initial.new_empty(segments, *initial.shape)
     values: dict[str, float] = dict(N=N, H=H, Dk=Dk, Dv=Dv, segment_len=segment_len)
-    values["y"], (_, values["y_token"], *_) = _from_its_first_token(y, reverse)
+    values |= dict(y=y.data_ptr(), y_token=y.stride(1))
     for name, x in zip(_OPERANDS, (q, k, v, left, right), strict=True):
-        address, (*strides, channel) = _from_its_first_token(x, reverse)
-        values |= zip(_FIELDS[name], (address, *strides, channel if x.shape[-1] > 1 else 0), strict=True)
+        *strides, channel = x.stride()
+        fields = x.data_ptr(), *strides, channel if x.shape[-1] > 1 else 0
+        values |= zip(_FIELDS[name], fields, strict=True)
 
     def launch(kernel: str, states: Tensor) -> None:
         with current_device(q.device):
@@ -144,28 +137,18 @@ def forward(
     states[0] = initial
     if segments > 1:
         launch("states", states[1:])  # what each segment but the last adds
-        decays = _segment_decays(left, right, segments - 1, segment_len, reverse)
+        decays = _segment_decays(left, right, segments - 1, segment_len)
         for before, after, decay in zip(states[:-1], states[1:], decays, strict=True):
             after.addcmul_(decay, before)
     launch("scan", states)
     return y, states[-1].clone()
 
 
-def _segment_decays(left: Tensor, right: Tensor, count: int, segment_len: int, reverse: bool) -> Tensor:
+def _segment_decays(left: Tensor, right: Tensor, count: int, segment_len: int) -> Tensor:
     """By how much each of the first segments decays what was before it, [count, B, H, 1 or Dk, 1 or Dv]."""
-    tokens = count * segment_len  # whose logs are added in float64: a constant one is always rounded one way
-    first = left.shape[1] - tokens if reverse else 0
+    # Logs are added in float64: a constant one is always rounded one way.
     L, R = (
-        x.narrow(1, first, tokens).unflatten(1, (count, segment_len)).sum(2, dtype=torch.float64).float()
+        x[:, : count * segment_len].unflatten(1, (count, segment_len)).sum(2, dtype=torch.float64).float()
         for x in (left, right)
     )
-    decays = (L.unsqueeze(-1) + R.unsqueeze(-2)).exp().transpose(0, 1)
-    return decays.flip(0) if reverse else decays
-
-
-def _from_its_first_token(x: Tensor, reverse: bool) -> tuple[int, tuple[int, ...]]:
-    """The address and the strides of x [B, N, H, ·], of its tokens in reverse if so."""
-    batch, token, head, channel = x.stride()
-    if not reverse:
-        return x.data_ptr(), x.stride()
-    return x.data_ptr() + x.element_size() * (x.shape[1] - 1) * token, (batch, -token, head, channel)
+    return (L.unsqueeze(-1) + R.unsqueeze(-2)).exp().transpose(0, 1)

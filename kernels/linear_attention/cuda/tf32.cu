@@ -6,9 +6,9 @@
 extern __shared__ __align__(128) char tf32_smem[];
 
 // A block has a slice of c's channels, a head and a segment: grid (slices, B·H, segments).
-template <int D, int WARPS, int CHUNK, bool LAST, bool STATES, int BLOCKS>
+template <int D, int WARPS, int CHUNK, bool LAST, bool STATES, bool NORMS, int BLOCKS>
 __global__ void __launch_bounds__(32 * (WARPS + 1), BLOCKS) tf32_scan(const __grid_constant__ Tf32Params p) {
-  using Scan = Tf32Scan<D, WARPS, CHUNK, LAST, STATES>;
+  using Scan = Tf32Scan<D, WARPS, CHUNK, LAST, STATES, NORMS>;
   static_assert(sizeof(typename Scan::Shared) == (STATES ? STATES_BYTES : SCAN_BYTES), "shared of tf32.py");
   Scan(p, *reinterpret_cast<typename Scan::Shared*>(tf32_smem)).run();
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from lingpt.kernels.numerics import LOG_ZERO, NORM_EPS
 
 SOURCE = "tf32.cu"
 HEAD_DIMS = (32, 64, 128, 256)  # to compile ahead
-WIDTH, WIDEST = 8, 256  # head_dim is a multiple of the first
+WIDTH, WIDEST = 8, 288  # head_dim is a multiple of the first
 SLICE = 64  # channels of c that a block has at most
 SHORTEST_SEGMENT = 64  # tokens
 ROW_THREADS, ROW_LANES, PREFIX_THREADS = 256, 8, 128
@@ -32,7 +33,7 @@ ROW_THREADS, ROW_LANES, PREFIX_THREADS = 256, 8, 128
 # struct Tf32Params: pointers, different in each call; then what all calls of a plan share. The fields of the
 # numbers per token that are read have values.
 _NUMBERS = ("a_factor", "a_last", "b_factor", "b_last", "c_factor", "c_last", "log_decay")
-_TENSORS = ("a", "b", "c", "y", "y_last", *_NUMBERS)
+_TENSORS = ("a", "b", "c", "y", "y_last", "a_norm", "b_norm", *_NUMBERS)
 _STRIDES = ("batch", "token", "head")
 
 
@@ -97,12 +98,11 @@ class Build:
 
     @property
     def names(self) -> dict[str, str]:
-        names = {x: f"tf32_{x}<{self.D}>" for x in ("prefix", "norms", "dots", "input_gradient")}
-        for kernel in ("scan", "states"):
-            for last in (False, True):
-                flags = f"{str(last).lower()}, {str(kernel == 'states').lower()}"
-                options = f"{self.D}, {self.warps}, {self.chunk}, {flags}, {self.blocks}"
-                names[kernel + " last" * last] = f"tf32_scan<{options}>"
+        names = {x: f"tf32_{x}<{self.D}>" for x in ("prefix", "dots", "input_gradient")}
+        for states, last, norms in itertools.product((False, True), repeat=3):
+            flags = str((last, states, norms))[1:-1].lower()
+            options = f"{self.D}, {self.warps}, {self.chunk}, {flags}, {self.blocks}"
+            names[_sum_kernel(states, last, norms)] = f"tf32_scan<{options}>"
         return names
 
     @property
@@ -123,17 +123,16 @@ class Build:
         return self.spec.load(self.arch, self.names)
 
 
+def _sum_kernel(states: bool, last: bool, norms: bool) -> str:
+    return ("states" if states else "scan") + " last" * last + " norms" * norms
+
+
 build_for = functools.cache(Build)  # which keeps its kernels
 
 
 def specs() -> list[KernelSpec]:
     """The builds that `lingpt kernels` compiles ahead."""
     return [build_for(arch, D).spec for arch in supported_architectures() for D in HEAD_DIMS]
-
-
-def takes(D: int) -> bool:
-    """Whether the kernels have this head_dim."""
-    return D % WIDTH == 0 and D <= WIDEST
 
 
 def segmentation(N: int, blocks: int, slots: int, chunk: int) -> tuple[int, int]:
@@ -276,9 +275,12 @@ class Sums:
     log_decay: Array | None  # [B, N, H]
     reverse: bool = False
 
-    def states(self, b: Operand, c: Operand, last: bool, initial: Array | None) -> Array:
+    def states(
+        self, b: Operand, c: Operand, last: bool, initial: Array | None, *, norms: bool = False
+    ) -> Array:
         """Σ b_j c_jᵀ before each segment but the first, [segments − 1, B, H, D + 1, D + 1], from that before
-        the first [B, H, D + 1, D + 1], None for zeros. last: whether c has the channel."""
+        the first [B, H, D + 1, D + 1], None for zeros. last: whether c has the channel. norms: whether the
+        rows of b are divided by their norms."""
         plan, build = self.plan, self.plan.build
         B, _, H, D = plan.shape
         cuts, size = plan.segments - 1, (D + 1) ** 2
@@ -287,7 +289,7 @@ class Sums:
             arrays = dict(states=states, decays=plan.empty(cuts * B * H), initial=initial)
             arguments = self._arguments(arrays, dict(b=b, c=c))
             grid = build.slices, B * H, cuts
-            plan.launch("states" + " last" * last, grid, build.threads, build.shared[1], arguments)
+            plan.launch(_sum_kernel(True, last, norms), grid, build.threads, build.shared[1], arguments)
             plan.launch("prefix", (-(-size // PREFIX_THREADS), B * H, 1), PREFIX_THREADS, 0, arguments)
         return states
 
@@ -300,6 +302,7 @@ class Sums:
         y: Array,
         *,
         y_last: Array | None = None,
+        norms: tuple[Array, Array] | None = None,
         initial: Array | None = None,
         final: Array | None = None,
         divide: bool = False,
@@ -308,15 +311,19 @@ class Sums:
         """Writes y [B, N, H, D], and if they are not None y_last [B, N, H] and the final state
         [B, H, D + 1, D + 1].
 
+        norms: where 1/‖a‖ and 1/‖b‖ [B, N, H] go, by which the rows are multiplied besides the given factors.
         divide: y by y_last. transposed: `states` and `initial` are those of Σ c_j b_jᵀ. The last channel of
         c, and what `final` has of it, is computed for y_last only.
         """
         plan, build, last = self.plan, self.plan.build, divide or y_last is not None
         arrays = dict(states=states, initial=initial, final=final, y=self._in_order(y))
-        arrays["y_last"] = y_last and self._in_order(y_last)
+        a_norm, b_norm = norms or (None, None)
+        for name, x in dict(y_last=y_last, a_norm=a_norm, b_norm=b_norm).items():
+            arrays[name] = x and self._in_order(x)
         arguments = self._arguments(arrays, dict(a=a, b=b, c=c), divide=divide, transposed=transposed)
         grid = build.slices, plan.shape[0] * plan.shape[2], plan.segments
-        plan.launch("scan" + " last" * last, grid, build.threads, build.shared[0], arguments)
+        kernel = _sum_kernel(False, last, norms is not None)
+        plan.launch(kernel, grid, build.threads, build.shared[0], arguments)
 
     def _arguments(
         self, arrays: dict[str, Array | None], operands: Mapping[str, Operand], **values: float

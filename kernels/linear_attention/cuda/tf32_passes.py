@@ -66,6 +66,8 @@ class _Tensors(dict[str, Tensor]):
             found["log_decay"] = decay
         if isinstance(call.constant, Tensor):
             found["a"] = call.constant.float()
+        if isinstance(call.coefficient, Tensor):
+            found["b"] = call.coefficient.float()
         return found
 
     def layout(self, call: Call, ends: bool, recomputes: bool = False) -> _Layout:
@@ -96,46 +98,44 @@ def _token_strides(x: Tensor) -> tuple[int, int, int]:
 class _Planned(Plan):
     """A plan with the rows q' = [b q̂, a], k' = [k̂, 1] and v' = [v, 1], without the normaliser v' = v.
 
-    Its bases are the names of _Tensors, to which a call adds more (`_add_inputs`).
+    Its bases are the names of _Tensors, to which a call adds more. `norms`: where those of q and k go, which
+    the first pass computes.
     """
 
-    def __init__(self, layout: _Layout) -> None:
+    def __init__(self, layout: _Layout, *, first: bool) -> None:
         super().__init__(layout.device, layout.shape)
         B, N, H, _ = layout.shape
         self.arrays = {name: Array(name, strides) for name, strides in layout.strides}
         self.stats = [Array("stats", (H * N, 1, N), 4 * i * B * H * N) for i in range(3)]  # as in Outputs
-        q_r, k_r = self.stats[1:] if layout.normalize_qk else (None, None)
-        q_factor = PerToken(Array("bq_r", (H * N, 1, N))) if layout.b is None else PerToken(q_r, layout.b)
+        _, q_r, k_r = self.stats
+        self.norms = (q_r, k_r) if layout.normalize_qk and first else None
+        q_x, k_x = (q_r, k_r) if layout.normalize_qk and not first else (None, None)
+        if layout.b is None:
+            q_x = self.arrays["b"] if first else Array("bq_r", (H * N, 1, N))
+        q_factor = PerToken(q_x, 1.0 if layout.b is None else layout.b)
         a = PerToken(self.arrays["a"]) if layout.a is None else PerToken(value=layout.a)
         self.q = Operand(self.arrays["q"], q_factor, a)
-        self.k = Operand(self.arrays["k"], PerToken(k_r), ONE)
+        self.k = Operand(self.arrays["k"], PerToken(k_x), ONE)
         self.v = Operand(self.arrays["v"], ONE, ONE if layout.normalize else ZERO)
         self.sums = Sums(self, self.arrays.get("log_decay"))
         self.initial = Array("initial", (0, 0, 0)) if layout.starts else None
 
     def states(self, layout: _Layout) -> Array:
         """Σ k'v'ᵀ."""
-        return self.sums.states(self.k, self.v, layout.normalize, self.initial)
+        norms = self.norms is not None
+        return self.sums.states(self.k, self.v, layout.normalize, self.initial, norms=norms)
 
     def outputs(self, layout: _Layout, states: Array, o: Array, g: Array, final: Array | None) -> None:
         y_last = g if layout.normalize else None
         self.sums.scan(
             *(self.q, self.k, self.v, states, o),
-            y_last=y_last, initial=self.initial, final=final, divide=layout.normalize,
+            y_last=y_last, norms=self.norms, initial=self.initial, final=final, divide=layout.normalize,
         )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
-def _norms_plan(layout: _Layout) -> Plan:
-    plan = _Planned(layout)
-    _, q_r, k_r = plan.stats
-    plan.rows("norms", dict(x=plan.q.x, norm=q_r), dict(x=plan.k.x, norm=k_r))
-    return plan
-
-
-@functools.lru_cache(maxsize=1024)
 def _forward_plan(layout: _Layout) -> Plan:
-    plan = _Planned(layout)
+    plan = _Planned(layout, first=True)
     _, N, H, D = layout.shape
     o, final = Array("o", (N * H * D, H * D, D)), Array("final", (0, 0, 0)) if layout.ends else None
     plan.outputs(layout, plan.states(layout), o, plan.stats[0], final)
@@ -150,12 +150,11 @@ def forward(call: Call) -> Outputs:
         layout = tensors.layout(call, call.return_state)
         filled = call.normalize and call.normalize_qk
         stats = tensors["stats"] = (torch.empty if filled else torch.ones)((3, B, H, N), device=device)
-        if call.normalize_qk:
-            _norms_plan(layout).run(tensors.addresses())
         o = tensors["o"] = torch.empty((B, N, H, D), device=device)
         if layout.ends:
             tensors["final"] = torch.empty((B, H, D + 1, D + 1), device=device)
-        _add_inputs(tensors, call)
+        if call.S is not None:
+            tensors["initial"] = _pack(call, call.initial_state)
         _forward_plan(layout).run(tensors.addresses())
         state = _unpack(call, tensors["final"]) if layout.ends else None
         return Outputs(o.to(call.dtype), stats, state)
@@ -165,7 +164,7 @@ class _Backward(_Planned):
     """The three sums, and the gradients of q and k from those of q' and k'; others follow from its arrays."""
 
     def __init__(self, layout: _Layout) -> None:
-        super().__init__(layout)
+        super().__init__(layout, first=False)
         self.along_q, self.along_k = self.empty_numbers(), self.empty_numbers()
         decays = "log_decay" in self.arrays
         self.q_last = self.empty_numbers() if decays or layout.a is None else None
@@ -227,8 +226,10 @@ def backward(
         if dstate is not None:
             tensors["dstate"] = _pack(call, dstate)
         if call.S is not None:
+            tensors["initial"] = _pack(call, call.initial_state)
             tensors["to_start"] = torch.empty((B, H, D + 1, D + 1), device=call.device)
-        _add_inputs(tensors, call)
+        if isinstance(call.coefficient, Tensor):
+            tensors["bq_r"] = tensors["stats"][1] * per_head(call.coefficient, 3, 1, torch.float32)
         scratch = plan.run(tensors.addresses())
         for name, x, d in zip(("dq", "dk", "dv"), out, (plan.dq, plan.dk, plan.dv), strict=True):
             if name not in tensors:
@@ -240,16 +241,8 @@ def backward(
 
 def clear_plans() -> None:
     """Plans keep the kernels that they launch; tests replace them."""
-    for plans in (_norms_plan, _forward_plan, _backward_plan):
+    for plans in (_forward_plan, _backward_plan):
         plans.cache_clear()
-
-
-def _add_inputs(tensors: _Tensors, call: Call) -> None:
-    """Those that follow from others: b/‖q‖ and the initial state, if the plans read them."""
-    if call.b is not None:
-        tensors["bq_r"] = tensors["stats"][1] * per_head(call.coefficient, 3, 1, torch.float32)
-    if call.S is not None:
-        tensors["initial"] = _pack(call, call.initial_state)
 
 
 def _other_gradients(

@@ -55,23 +55,6 @@ struct Tf32Row {
   }
 };
 
-// 1/‖x‖, of the rows of two tensors.
-template <int D>
-DEVICE void write_norms(const Tf32RowParams& p) {
-  with_row(p, [&](int b, int n, int h, i64 i, bool valid) {
-    const Tf32Row<D> x(p.matrix_x(), b, n, h);
-    const float sum = x.dot(x);
-    if (valid && is_first_lane()) p.norm[i] = 1.f / sqrtf(sum + NORM_EPS);
-  });
-}
-template <int D>
-__global__ void tf32_norms(const __grid_constant__ Tf32RowParams p, const __grid_constant__ Tf32RowParams q) {
-  if (blockIdx.y == 0)
-    write_norms<D>(p);
-  else
-    write_norms<D>(q);
-}
-
 // −(x·y)/g, the last column of h', and 1/g.
 template <int D>
 __global__ void tf32_dots(const __grid_constant__ Tf32RowParams p) {

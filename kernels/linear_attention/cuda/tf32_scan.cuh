@@ -9,8 +9,9 @@
 // a, b and c may have a factor per token and one more channel, the last, which tensor cores do not see: the last of a
 // and b adds to A, and to S the row R = Σ b_last c; with LAST, that of c adds the column Z = Σ c_last b, the corner
 // count = Σ b_last c_last, and y_last = Σ A c_last, the normaliser. These are the additional warp's work; it also
-// prepares the next tokens' numbers. `STATES`: computes only what the segment adds to the state, from its last chunk to
-// its first, so that the decay to the segment's end is known.
+// prepares the next tokens' numbers. With NORMS, rows of a and b are divided by their norms: it computes these beside
+// the scores, when the rows have arrived, and multiplies the numbers by 1/‖x‖. `STATES`: computes only what the segment
+// adds to the state, from its last chunk to its first, so that the decay to the segment's end is known.
 #pragma once
 #include "ptx/copy.cuh"
 #include "ptx/mma.cuh"
@@ -24,6 +25,8 @@ enum Tf32Tensor {
   C_ROWS,
   Y_ROWS,
   Y_LAST,
+  A_NORM,  // 1/‖a‖ and 1/‖b‖, which NORMS writes
+  B_NORM,
   A_FACTOR,
   A_LAST,
   B_FACTOR,
@@ -54,29 +57,32 @@ struct Tf32Params {
 };
 static_assert(sizeof(Tf32Params) == TF32_PARAMS_BYTES, "PARAMS of tf32.py");
 
-// N numbers of a fragment, each the sum of two in TF32. Of left operands `hi` is the nearest; right ones are more and
-// are cut off: one of the two rounded is enough for a lo·lo, which is left out, without a bias.
-template <int N>
+// N numbers of a fragment, each the sum of two in TF32; `hi` is the nearest, or x cut off. Left operands are rounded:
+// one of the two is enough for a lo·lo, which is left out, without a bias. Right ones are more, so only those of the
+// scores, and the scores themselves, are: `lo` is then half as large and of either sign.
+template <int N, bool NEAREST = N == 4>
 struct Split {
   u32 hi[N], lo[N];
   DEVICE explicit Split(const float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      hi[i] = (__float_as_uint(x[i]) + (N == 4 ? 0x1000 : 0)) & 0xffffe000u;
+      hi[i] = (__float_as_uint(x[i]) + (NEAREST ? 0x1000 : 0)) & 0xffffe000u;
       lo[i] = __float_as_uint(x[i] - __uint_as_float(hi[i]));
     }
   }
 };
 // d gets the large product, `left` and `right` those of a's and b's rest: sums apart wait less for one another.
-DEVICE void mma(float (&d)[4], float (&left)[4], float (&right)[4], const Split<4>& a, const Split<2>& b) {
+template <bool NEAREST>
+DEVICE void mma(float (&d)[4], float (&left)[4], float (&right)[4], const Split<4>& a, const Split<2, NEAREST>& b) {
   mma_tf32(left, a.lo, b.hi);
   mma_tf32(right, a.hi, b.lo);
   mma_tf32(d, a.hi, b.hi);
 }
 
-template <int D, int WARPS, int CHUNK, bool LAST, bool STATES>
+template <int D, int WARPS, int CHUNK, bool LAST, bool STATES, bool NORMS>
 struct Tf32Scan {
-  static constexpr int THREADS = 32 * (WARPS + 1), M = 16 * WARPS, SUBS = CHUNK / 16;
+  static constexpr int M = 16 * WARPS, SUBS = CHUNK / 16;
+  static constexpr int COPIERS = 32 * WARPS;  // threads that copy tiles: the additional warp has enough to do
   // Rows 8 or 24 banks apart: neither the pairs (2t, 2t+1) of rows g conflict, nor columns g of rows t.
   static constexpr int ROW = D % 16 ? D : D + 8, C_ROW = M + 8, SCORE_ROW = 20;
 
@@ -99,7 +105,8 @@ struct Tf32Scan {
   Shared& shared;
   const int bh = blockIdx.y, first = blockIdx.x * M;  // channel of c and y
   const int begin = blockIdx.z * p.segment_len, end = min(begin + p.segment_len, p.N);
-  int tid = threadIdx.x, warp, lane, g, t;
+  u32 tid = threadIdx.x;
+  int warp, lane, g, t;
   float state[D / 8][4], R[2];  // Sᵀ, 8 columns each; R of the channels of its rows
   float count;                  // of the additional warp
   double later_log = 0;         // Σ log decays of the later chunks, for STATES
@@ -109,11 +116,12 @@ struct Tf32Scan {
   DEVICE void recompute_lane() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
     warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+    asm volatile("" : "+r"(warp), "+r"(g), "+r"(t));  // within a phase they are kept
   }
 
-  // Calls use(n, row, column) for this thread's groups of four columns of a tile: all in one column, STEP rows apart.
+  // Calls use(row, column) for this thread's groups of four columns of a tile: all in one column, STEP rows apart.
   template <int COLUMNS>
-  static constexpr int STEP = THREADS / (COLUMNS / 4);
+  static constexpr int STEP = COPIERS / (COLUMNS / 4);
   template <int COLUMNS, typename F>
   DEVICE void each_four(F use) const {
     constexpr int FOURS = COLUMNS / 4, STEPS = (CHUNK + STEP<COLUMNS> - 1) / STEP<COLUMNS>;
@@ -122,23 +130,24 @@ struct Tf32Scan {
 #pragma unroll
     for (int n = 0; n < STEPS; n++) {
       const int row = r + n * STEP<COLUMNS>;
-      if ((n + 1) * STEP<COLUMNS> <= CHUNK || row < CHUNK) use(n, row, column);
+      if ((n + 1) * STEP<COLUMNS> <= CHUNK || row < CHUNK) use(row, column);
     }
   }
   // This thread's first group of a tile in which row `row` is the first.
   template <int COLUMNS>
   DEVICE float* first_four(Tf32Tensor which, int channel, int row) const {
     constexpr int FOURS = COLUMNS / 4;
-    return shared.of_head[which] + (row + tid / FOURS) * p.strides[which].token + channel + tid % FOURS * 4;
+    return shared.of_head[which] + (row + int(tid / FOURS)) * p.strides[which].token + channel + tid % FOURS * 4;
   }
   template <int COLUMNS, int STRIDE>
   DEVICE void load(float (&tile)[CHUNK][STRIDE], Tf32Tensor which, int channel, int row) const {
     const u32 to = shared_address(tile);
     const float* from = first_four<COLUMNS>(which, channel, row);
     const i64 step = STEP<COLUMNS> * p.strides[which].token;
-    each_four<COLUMNS>([&](int n, int r, int column) {
+    each_four<COLUMNS>([&](int r, int column) {
       const bool ok = row + r < end && (D % COLUMNS == 0 || channel + column < D);
-      copy_async_16(to + (r * STRIDE + column) * 4, from + n * step, ok);
+      copy_async_16(to + (r * STRIDE + column) * 4, from, ok);
+      from += step;
     });
   }
   DEVICE void load(int row, int stage) const {
@@ -195,6 +204,41 @@ struct Tf32Scan {
     if (!STATES && lane % 16 == 0) to.change[lane / 16] = expm1f(float(whole));
   }
 
+  // 1/‖x‖ of the row of a token, one a lane.
+  DEVICE float inverse_norm(const float (&tile)[CHUNK][ROW]) const {
+    constexpr int PARTS = 32 / CHUNK;  // lanes that share a row
+    const float* row = tile[lane % CHUNK];
+    const int half = lane & 4;  // of each eight columns first: so eight rows are in all banks
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+    for (int k = 8 * (lane / CHUNK); k < D; k += 8 * PARTS) {
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        const float4 x = four(row + k + (i ^ half));
+        sum.x += x.x * x.x, sum.y += x.y * x.y, sum.z += x.z * x.z, sum.w += x.w * x.w;
+      }
+    }
+    float whole = (sum.x + sum.y) + (sum.z + sum.w);
+    if constexpr (PARTS == 2) whole += __shfl_xor_sync(FULL_WARP, whole, CHUNK);
+    return 1.f / sqrtf(whole + NORM_EPS);
+  }
+  // The factors of a chunk's rows of a and b, where these are divided by their norms.
+  DEVICE void normalize(int row, int stage) {
+    auto& tokens = shared.tokens[stage];
+    const float b = inverse_norm(shared.b[stage]);
+    float a = 0.f;
+    if constexpr (!STATES) a = inverse_norm(shared.a[stage]);
+    if (lane >= CHUNK) return;
+    tokens.b_to_end[lane] *= b, tokens.z_to_end[lane] *= b;
+    if constexpr (!STATES) {
+      tokens.a[lane] *= a, tokens.b[lane] *= b, tokens.a_from_start[lane] *= a;
+      const int at = row + lane;
+      if (blockIdx.x > 0 || at >= end) return;
+      shared.of_head[A_NORM][at * p.strides[A_NORM].token] = a;
+      shared.of_head[B_NORM][at * p.strides[B_NORM].token] = b;
+    }
+  }
+
   // A of each 16 tokens, eight columns a task.
   DEVICE void scores(int stage) {
     const auto& tokens = shared.tokens[stage];
@@ -207,8 +251,9 @@ struct Tf32Scan {
         const int k = 8 * n + 2 * t;
         const float2 a0 = pair(shared.a[stage][row + g] + k), a1 = pair(shared.a[stage][row + g + 8] + k),
                      b = pair(shared.b[stage][row + column + g] + k);
-        mma(sum, left, right, Split<4>({a0.x, a1.x, a0.y, a1.y}), Split<2>({b.x, b.y}));
+        mma(sum, left, right, Split<4>({a0.x, a1.x, a0.y, a1.y}), Split<2, true>({b.x, b.y}));
       }
+      if (NORMS && task == warp) __syncthreads();  // `normalize` is done
       const int j = column + 2 * t, other = row + j;
       const float2 b = pair(tokens.b + other), b_last = pair(tokens.b_last + other);
       const double2 log = *reinterpret_cast<const double2*>(tokens.log + other);
@@ -226,6 +271,7 @@ struct Tf32Scan {
 #pragma unroll
       for (int n = 0; n < 2; n++) *reinterpret_cast<float2*>(&shared.scores[sub][g + 8 * n][j]) = result[n];
     }
+    if (NORMS && warp >= 2 * SUBS) __syncthreads();  // no task was this warp's
   }
   static DEVICE float2 pair(const float* x) { return *reinterpret_cast<const float2*>(x); }
   static DEVICE float4 four(const float* x) { return *reinterpret_cast<const float4*>(x); }
@@ -303,7 +349,7 @@ struct Tf32Scan {
 #pragma unroll
       for (int i = s; i < 2; i++) {
         const float* weights = shared.scores[sub][8 * i + g] + 8 * s + t;
-        mma(sum[i], sum[i], sum[i], left, Split<2>({weights[0], weights[4]}));
+        mma(sum[i], sum[i], sum[i], left, Split<2, true>({weights[0], weights[4]}));
       }
     }
     __syncwarp();  // all lanes have read c
@@ -358,12 +404,13 @@ struct Tf32Scan {
   DEVICE void store_y(int row, int stage) const {
     float* to = first_four<M>(Y_ROWS, first, row);
     const i64 step = STEP<M> * p.strides[Y_ROWS].token;
-    each_four<M>([&](int n, int r, int column) {
+    each_four<M>([&](int r, int column) {
       const float4 x = four(&shared.c[stage][r][column]);
       const float scale = LAST ? shared.tokens[stage].scale[r] : 1.f;
       auto bits = [&](float y) { return __float_as_uint(y * scale); };
       if (row + r < end && (D % M == 0 || first + column < D))
-        st_global_v4(to + n * step, make_uint4(bits(x.x), bits(x.y), bits(x.z), bits(x.w)));
+        st_global_v4(to, make_uint4(bits(x.x), bits(x.y), bits(x.z), bits(x.w)));
+      to += step;
     });
   }
 
@@ -418,7 +465,7 @@ struct Tf32Scan {
       prepare(numbers, shared.tokens[0]);
       fetch(row + step, numbers);
     }
-    load(row, 0);
+    if constexpr (!ADDITIONAL) load(row, 0);
     float* before = blockIdx.z == 0 ? p.initial : p.states + i64(blockIdx.z - 1) * gridDim.y * size;
     load_state<ADDITIONAL>(STATES || !before ? nullptr : before + bh * size);
 #pragma unroll 1
@@ -426,13 +473,16 @@ struct Tf32Scan {
       copy_async_wait<0>();
       __syncthreads();
       recompute_lane();
-      if (!STATES && left < chunks) store_y(row - CHUNK, stage ^ 1);
-      if constexpr (ADDITIONAL) prepare(numbers, shared.tokens[stage ^ 1]);
-      if constexpr (!STATES) {
-        if constexpr (!ADDITIONAL) scores(stage);
+      if (!STATES && !ADDITIONAL && left < chunks) store_y(row - CHUNK, stage ^ 1);
+      if constexpr (ADDITIONAL && NORMS) {
+        normalize(row, stage);
         __syncthreads();
       }
-      if (left > 1) load(row + step, stage ^ 1);
+      if constexpr (ADDITIONAL) prepare(numbers, shared.tokens[stage ^ 1]);
+      if constexpr (!ADDITIONAL && !STATES) scores(stage);
+      if constexpr (!STATES) __syncthreads();
+      if (!ADDITIONAL && left > 1) load(row + step, stage ^ 1);
+      if constexpr (!ADDITIONAL && STATES && NORMS) __syncthreads();
       recompute_lane();
       if constexpr (ADDITIONAL) fetch(row + 2 * step, numbers);
 #pragma unroll 1
@@ -448,7 +498,7 @@ struct Tf32Scan {
       if (ADDITIONAL && lane == 0) p.decays[blockIdx.z * gridDim.y + bh] = expf(float(later_log));
     } else {
       __syncthreads();
-      store_y(row - CHUNK, stage ^ 1);
+      if constexpr (!ADDITIONAL) store_y(row - CHUNK, stage ^ 1);
       if (p.final && blockIdx.z == gridDim.z - 1) store_state<ADDITIONAL>(p.final + bh * size);
     }
   }

@@ -390,7 +390,7 @@ def test_cuda_is_refused_on_a_cpu_and_auto_says_nothing():
 
 @pytest.mark.gpu
 def test_auto_falls_back_with_one_warning_and_cuda_raises():
-    q, k, v = (x.cuda() for x in tensors(dtype=torch.bfloat16, shape=(1, 5, 2, 288)))
+    q, k, v = (x.cuda() for x in tensors(dtype=torch.bfloat16, shape=(1, 5, 2, 289)))
     operator.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="chunkwise"):
         linear_attention(q, k, v)

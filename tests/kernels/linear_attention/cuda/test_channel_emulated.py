@@ -29,18 +29,19 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch):
-    """The kernels on CPU tensors, in segments of so many tokens."""
+    """The kernels on CPU tensors, in segments of so many tokens and runs of so many segments."""
 
-    def pretend(segment_len: int) -> None:
+    def pretend(segment_len: int, run_len: int = 1, arch: str = "sm_90a") -> None:
         monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
         for kernels in (channel_decay, recurrence):
-            monkeypatch.setattr(kernels, "card", lambda device: ("sm_90a", 132))
+            monkeypatch.setattr(kernels, "card", lambda device: (arch, 132))
             monkeypatch.setattr(kernels, "raw_stream", lambda device: 0)
             monkeypatch.setattr(kernels, "current_device", lambda device: contextlib.nullcontext())
             kernels.build_for.cache_clear()
         monkeypatch.setattr(
             channel_decay, "segmentation", lambda q, Dv: (-(-q.shape[1] // segment_len), segment_len)
         )
+        monkeypatch.setattr(channel_decay, "run_length", lambda *_: run_len)
         monkeypatch.setattr(recurrence, "segmentation", lambda N, *_: (-(-N // segment_len), segment_len))
 
     yield pretend
@@ -106,25 +107,41 @@ def run(x, state, dstate, scale: float) -> dict[str, torch.Tensor]:
     return named((o, final, *gradients))
 
 
-CASES = [  # N, tokens of a segment, Dk, Dv, dtype, that of gates, how they fade
-    (70, 96, 32, 64, BF16, FP32, "weak"),
-    (70, 32, 32, 64, FP16, BF16, "mixed"),
+CASES = [  # N, tokens of a segment, segments of a run, Dk, Dv, dtype, that of gates, how they fade
+    (70, 96, 1, 32, 64, BF16, FP32, "weak"),
+    (70, 32, 1, 32, 64, FP16, BF16, "mixed"),
+    (120, 32, 3, 32, 64, BF16, FP32, "weak"),
+    (120, 32, 2, 32, 160, BF16, FP32, "mixed"),  # prepared
 ]
 SLOW = [
-    (100, 32, 64, 32, BF16, BF16, "mixed"),
-    (70, 32, 64, 128, BF16, FP32, "weak"),
-    (100, 64, 128, 128, FP16, FP32, "mixed"),
-    (40, 32, 32, 288, BF16, FP32, "mixed"),  # three groups of warps share a state's row
+    (100, 32, 1, 64, 32, BF16, BF16, "mixed"),
+    (70, 32, 1, 64, 128, BF16, FP32, "weak"),
+    (100, 64, 1, 128, 128, FP16, FP32, "mixed"),
+    (40, 32, 1, 32, 288, BF16, FP32, "mixed"),  # prepared; three groups of warps share a state's row
+    (100, 64, 1, 96, 256, BF16, FP32, "mixed"),  # two groups, which have roles
+    (70, 64, 1, 64, 288, BF16, BF16, "weak"),  # three; prepared
+    (100, 32, 2, 256, 512, BF16, FP32, "mixed"),  # four; prepared
 ]
+SLOW_SM80 = [
+    (70, 32, 2, 32, 160, BF16, BF16, "mixed"),  # prepared
+    (40, 32, 1, 64, 512, BF16, FP32, "weak"),  # four groups without roles
+    (70, 64, 1, 96, 256, FP16, BF16, "mixed"),  # two groups with roles
+]
+
+
+def slow(cases: Iterable[tuple], *more: object) -> list:
+    return [pytest.param(case, *more, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+    ("case", "arch"),
+    [*((case, "sm_90a") for case in CASES), *slow(SLOW, "sm_90a"), *slow(SLOW_SM80, "sm_80")],
+    ids=str,
 )
-def test_everything_at_once(case: tuple, emulated) -> None:
+def test_everything_at_once(case: tuple, arch: str, emulated) -> None:
     """Guards: o, the final state and all gradients, with an initial state; at most twice rounding's error."""
-    N, segment_len, Dk, Dv, dtype, gate_dtype, gates = case
-    emulated(segment_len)
+    N, segment_len, run_len, Dk, Dv, dtype, gate_dtype, gates = case
+    emulated(segment_len, run_len, arch)
     x, state, dstate = inputs(N, Dk, Dv, dtype, gates)
     x = (*x[:3], x[3].to(gate_dtype), x[4])
     found, exact = run(x, state, dstate, 0.3), in_float64(x, state, dstate, 0.3)
@@ -132,6 +149,37 @@ def test_everything_at_once(case: tuple, emulated) -> None:
     limit = gated_quantised(q, k, v, gate.clamp(min=-80), state, do, dstate, 0.3)
     off = {name: (relative(found[name], exact[name]), relative(limit[name], exact[name])) for name in exact}
     assert not {name: errors for name, errors in off.items() if errors[0] > 2 * errors[1]}
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3])
+@pytest.mark.parametrize("Dv", [32, pytest.param(160, marks=pytest.mark.slow)])
+def test_without_an_initial_state(Dv: int, segments: int, emulated) -> None:
+    """Guards: that states are 0 where there is none, with and without `prefix`."""
+    emulated(32)
+    x, state, dstate = inputs(32 * segments - 5, 32, Dv, BF16, "weak")
+    q, k, v, gate, do = x
+    with Memory(*x):
+        o, final, states = channel_decay.forward(q, k, v, gate, None, 0.3)
+        gradients = channel_decay.backward(q, k, v, gate, None, final, states, 0.3, do, None)
+    found = dict(zip(("o", "final", "dq", "dk", "dv", "dgate"), (o, final, *gradients), strict=True))
+    exact = in_float64(x, 0 * state, 0 * dstate, 0.3)
+    limit = gated_quantised(q, k, v, gate, 0 * state, do, 0 * dstate, 0.3)
+    off = {name: (relative(x, exact[name]), relative(limit[name], exact[name])) for name, x in found.items()}
+    assert not {name: errors for name, errors in off.items() if errors[0] > 2 * errors[1]}
+
+
+RUNS = [  # segments, blocks of one, slots; segments of a run
+    ((8, 64, 132), 4),
+    ((8, 16, 132), 1),
+    ((9, 64, 132), 5),
+    ((8, 130, 132), 8),
+    ((8, 140, 132), 1),  # all in turn would be two waves, and the second nearly empty
+]
+
+
+@pytest.mark.parametrize(("card", "run_len"), RUNS)
+def test_runs_fill_the_card(card: tuple[int, int, int], run_len: int) -> None:
+    assert channel_decay.run_length(*card) == run_len
 
 
 @pytest.mark.slow
@@ -228,9 +276,8 @@ def test_any_decay_in_fp32(case: tuple, reverse: bool, emulated, monkeypatch: py
     assert max(off) < (2e-6 if dtype == FP32 else 4e-3), off
 
 
-@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_segments_of_the_recurrence(per_channel: bool, reverse: bool, emulated) -> None:
+def test_segments_of_the_recurrence(per_channel: bool, emulated) -> None:
     """Guards: states between segments of any length, a last one of one token, resets of −inf at their borders
     and within, strided views."""
     emulated(9)
@@ -239,9 +286,8 @@ def test_segments_of_the_recurrence(per_channel: bool, reverse: bool, emulated) 
     l[:, [0, 9, 15, 26], 1] = r[:, [8, 18], 1] = float("-inf")  # the other head keeps what segments left
     q, k, v, l, r = (x.mT.contiguous().mT for x in (q, k, v, l, r))
     l, r = (x if per_channel else x[..., :1] for x in (l, r))
-    y, final = watched(recurrence.forward)(q, k, v, l, r, state.mT.contiguous().mT, reverse=reverse)
-    x = [x.double().flip(1) if reverse else x.double() for x in (q, k, v, l, r)]
+    found = watched(recurrence.forward)(q, k, v, l, r, state.mT.contiguous().mT)
+    x = [x.double() for x in (q, k, v, l, r)]
     exact = unified_linear_attention_with_state(*x, initial_state=state.double(), backend="chunkwise")
-    found = y.flip(1) if reverse else y, final
     for name, ours, theirs in zip(("y", "final"), found, exact, strict=True):
         assert relative(ours, theirs) < 5e-7, name
