@@ -15,14 +15,17 @@ from lingpt.bench.kernels.results import Row
 from lingpt.bench.results import Skipped
 from lingpt.common.errors import first_line
 
+HOST_BOUND_SECONDS = 5e-3  # of a forward and a backward pass
+
 
 def first_round(
     row: Row, clock: Clock, *, limit: float = 10.0, graphs: bool = False, seconds: float = 0.15
 ) -> None:
     """Compiles, measures memory and correctness, finds how many runs fit, and times them.
 
-    `seconds`: the time to aim for; `limit`: the maximum, without compiling; `graphs`: time CUDA graphs, too.
-    Skipped if the implementation does not run here.
+    `seconds`: the time to aim for; `limit`: the maximum, without compiling; `graphs`: time CUDA graphs, too;
+    short calls, where eager times may be the host's, have them in any case. Skipped if the implementation
+    does not run here.
     """
     implementation, dtype = IMPLEMENTATIONS[row.implementation], getattr(torch, row.dtype)
     if reason := implementation.unsupported_reason(row.shape, dtype, clock.device):
@@ -42,7 +45,7 @@ def first_round(
     once = sum(clock.time(call.both)) / 1e3
     left = max(limit - (time.perf_counter() - start), 0.0)
     row.repeats = int(max(3, min(50, seconds / once, left / (3 * once))))
-    _time(row, call, clock, graphs, check=True)
+    _time(row, call, clock, graphs or once < HOST_BOUND_SECONDS, check=True)
 
 
 def next_round(row: Row, clock: Clock) -> None:

@@ -327,6 +327,17 @@ def made_up_rounds(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Row, int], 
     return turns
 
 
+@pytest.mark.parametrize("bound", [0.0, 1e9])
+def test_short_calls_are_timed_in_graphs(monkeypatch: pytest.MonkeyPatch, bound: float) -> None:
+    """Guards: eager calls that are bound by the host are all that a sweep has of small shapes."""
+    found: list[bool] = []
+    monkeypatch.setattr(measure, "HOST_BOUND_SECONDS", bound)
+    monkeypatch.setattr(measure, "_time", lambda row, call, clock, graphs, check: found.append(graphs))
+    row = Row("ours-chunkwise", Shape(1, 33, 1, 8), "float32")
+    measure.first_round(row, Clock(CPU))
+    assert found == [bound > 0]
+
+
 def run_in_rounds(*names: str, **options) -> list[Row]:
     return run_bench(implementations=names, **({"sweeps": TINY} | ON_A_CPU | options)).rows
 
