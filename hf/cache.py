@@ -23,6 +23,13 @@ class LinGPTCache:
     def __init__(self, layers: list[Any], seen: int = 0) -> None:
         self.layers, self.seen = layers, seen
 
+    def check(self, rows: int, layers: int) -> None:
+        """Raises ValueError if it is of another number of rows or layers."""
+        own = {len(x) for x in tensors_in(self.layers)} or {rows}  # a layer may make its state later
+        if len(self.layers) != layers or own != {rows}:
+            found = f"{len(self.layers)} layers and {max(own)} rows"
+            raise ValueError(f"a cache of {found} for {layers} and {rows}: begin without one")
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
 

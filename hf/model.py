@@ -5,6 +5,7 @@ attention keeps sequences apart that are packed into a row, and padding on the l
 the right changes nothing that is not padding, and runs as it is.
 """
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -39,6 +40,22 @@ class LinGPTPreTrainedModel(PreTrainedModel):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `generate` then leaves it to the first forward pass to make a cache
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """UserError if the configuration and the weights are of different attentions."""
+        options = {"ignore_mismatched_sizes": True} | kwargs
+        model, info = super().from_pretrained(*args, output_loading_info=True, **options)
+        keys = [*info["missing_keys"], *info["unexpected_keys"]]
+        wrong = [key for key in keys if re.search(r"(^|\.)h\.\d", key)]
+        if not kwargs.get("ignore_mismatched_sizes"):
+            wrong += [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
+        if wrong:
+            raise UserError(
+                f"config.json and the weights are of different models, as {min(wrong)} shows: "
+                "load both from one export"
+            )
+        return (model, info) if output_loading_info else model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -104,7 +121,8 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             cu_seq_lens_q: borders of the sequences that are packed into one row, `[sequences + 1]`.
 
         Raises ValueError for a row of padding only, for padding between tokens, and with a cache for any on
-        the right; for more columns than the model's block size.
+        the right; for packed sequences and use_cache; for a cache of other rows or layers; for more columns
+        than the model's block size.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of them")
@@ -115,13 +133,18 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             raise ValueError("nothing to continue: give each row at least one token")
         if cache is not None and not isinstance(cache, LinGPTCache):
             raise ValueError(f"a {type(cache).__name__} holds no states: give a LinGPTCache, or none")
-        padded = packed = None
+        if cache is not None:
+            cache.check(B, len(self.h))
+        padded = packed = mask_BN = None
+        continues = cache is not None and cache.seen > 0
         if attention_mask is not None:
-            continues = cache is not None and cache.seen > 0
-            padded = padded_borders(attention_mask[:, -N:].bool(), bool(use_cache), continues)
-        if cache is None and not use_cache and padded is None:
-            packed = packed_borders(position_ids, cu_seq_lens_q, B, N)
+            mask_BN = attention_mask[:, -N:].bool()
+            padded = padded_borders(mask_BN, bool(use_cache), continues)
+        if not continues:
+            packed = packed_borders(position_ids, cu_seq_lens_q, None if padded is None else mask_BN, B, N)
         if packed is not None:
+            if use_cache or cache is not None:
+                raise ValueError("packed sequences keep no cache: give use_cache=False")
             row = self._run(x_BNC.flatten(0, 1)[None], cu_seqlens=packed.to(x_BNC.device), restart=True)
             hidden = [x.view(B, N, -1) for x in row]
         else:
@@ -201,17 +224,26 @@ def padded_borders(mask_BN: torch.Tensor, use_cache: bool, continues: bool) -> t
 
 
 def packed_borders(
-    position_ids: torch.Tensor | None, cu_seq_lens: torch.Tensor | None, B: int, N: int
+    position_ids: torch.Tensor | None,
+    cu_seq_lens: torch.Tensor | None,
+    mask_BN: torch.Tensor | None,
+    B: int,
+    N: int,
 ) -> torch.Tensor | None:
-    """The borders, in the B·N tokens, of the sequences packed into each row; None if there is one in each."""
+    """The borders, in the B·N tokens, of the sequences packed into each row, and of its padding on the left
+    (mask_BN, if there is any); None if there is one sequence in each."""
     if cu_seq_lens is not None:
         return cu_seq_lens.int() if len(cu_seq_lens) > 2 else None
     if position_ids is None:
         return None
-    begins = position_ids.expand(B, N) == 0
-    begins[:, 0] = True
-    borders = begins.flatten().nonzero().flatten()
-    return None if len(borders) == B else F.pad(borders, (0, 1), value=B * N).int()
+    begins_BN = position_ids.expand(B, N) == 0
+    edges_BN = torch.zeros_like(begins_BN)
+    edges_BN[:, 0] = True
+    if mask_BN is not None:
+        begins_BN = begins_BN & mask_BN
+        edges_BN |= mask_BN & ~mask_BN.roll(1, dims=1)
+    borders = (begins_BN | edges_BN).flatten().nonzero().flatten()
+    return None if len(borders) == edges_BN.sum() else F.pad(borders, (0, 1), value=B * N).int()
 
 
 class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):

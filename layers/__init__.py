@@ -27,6 +27,7 @@ class LayerState:
 
     value: Any
     batch_size: int
+    attention: str
     position: int = 0
 
 
@@ -41,7 +42,7 @@ class AttentionLayer(Fp32Buffers):
 
     def __init__(self, config: Config, layer_idx: int = 0) -> None:
         super().__init__()
-        name = config.attention_per_layer[layer_idx]
+        name = self.attention_name = config.attention_per_layer[layer_idx]
         self.config = config
         self.attn = ATTENTIONS[name](config, layer_idx, **config.attention_options(name))
         for table in ("cos", "sin"):
@@ -67,7 +68,8 @@ class AttentionLayer(Fp32Buffers):
                 all B·N tokens, row after row, from 0 to B·N. A row begins with a sequence of its own.
             state: of `new_state`; x continues the tokens that it has seen, and it is updated.
 
-        Returns `[B, N, C]`. Raises UserError for another shape, and for both a state and cu_seqlens.
+        Returns `[B, N, C]`. Raises UserError for another shape, for a state of another layer, and for both a
+        state and cu_seqlens.
         """
         C, start = self.config.n_embd, 0
         if x.ndim != 3 or x.shape[2] != C:
@@ -77,6 +79,10 @@ class AttentionLayer(Fp32Buffers):
                 raise UserError("cu_seqlens goes without a state: call a sequence by itself to continue it")
             if len(x) != state.batch_size:
                 raise UserError(f"{len(x)} rows for a state of {state.batch_size}: make one by new_state")
+            if state.attention != self.attention_name:
+                raise UserError(
+                    f"a state of {state.attention} in a layer of {self.attention_name}: make one by new_state"
+                )
             start, state.position = state.position, state.position + x.shape[1]
         end = start + x.shape[1]
         if end > len(self.cos) or self.cos.device != x.device:
@@ -89,7 +95,7 @@ class AttentionLayer(Fp32Buffers):
         and max_seq_len is not read."""
         weight = next(self.attn.parameters())
         value = self.attn.new_state(batch_size, max_seq_len, weight.device, weight.dtype)
-        return LayerState(value, batch_size)
+        return LayerState(value, batch_size, self.attention_name)
 
 
 class LinearAttention(AttentionLayer):

@@ -160,6 +160,7 @@ class Architecture:
         """Raises UserError for settings of LitGPT that no model here has, and for unknown ones."""
         for name, value in values.items():
             if name not in _FIXED and name not in _WITHOUT_EFFECT:
-                raise UserError(f"unknown key {name!r} in the model's configuration")
+                where = "the model's configuration: if a newer LinGPT wrote it, update this one"
+                raise UserError(f"unknown key {name!r} in {where}")
             if name in _FIXED and value != _FIXED[name]:
                 raise UserError(f"{name}={value!r} is not supported: it must be {_FIXED[name]!r}")

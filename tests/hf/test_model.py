@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import lingpt.hf
 from lingpt.common.errors import UserError
 from lingpt.data.tokenizer import train_bpe
+from lingpt.hf.model import CACHE
 from lingpt.models import ALIASES, ATTENTIONS, GPT, ModelArgs, export_hf, generate, load_model
 
 NOT_STOCK = [*(name for name in ATTENTIONS if name != "softmax"), "softmax+softmax_gate+softmax_conv"]
@@ -138,6 +140,9 @@ def test_packed_sequences_do_not_see_each_other(exported, tokens):
     rows, two = row.repeat(2, 1), torch.cat([positions, torch.arange(70)[None]])
     whole = torch.cat([torch.cat(parts, dim=1), exported(row).logits])
     torch.testing.assert_close(exported(rows, position_ids=two).logits, whole, rtol=0, atol=1e-5)
+    behind = {"input_ids": F.pad(row, (6, 0)), "attention_mask": F.pad(torch.ones_like(row), (6, 0))}
+    found = exported(**behind, position_ids=F.pad(positions, (6, 0))).logits[:, 6:]
+    torch.testing.assert_close(found, whole[:1], rtol=0, atol=1e-5)
 
 
 def test_a_step_of_training(exported, tokens):
@@ -233,6 +238,9 @@ def test_mistakes_are_one_line(tmp_path, tokens):
     export_hf(make("ours"), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     right, empty = padded(tokens, [9, 5], "right"), padded(tokens, [9, 0])
+    cache = model(tokens, use_cache=True).get(CACHE)
+    few = lingpt.hf.LinGPTCache(cache.layers[:3])
+    twice = torch.cat([torch.arange(35), torch.arange(35)])[None]
     hole = {"input_ids": tokens[:, :3], "attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}
     for given, line in (
         (right | {"use_cache": True}, "padding on the right would enter the states"),
@@ -242,11 +250,30 @@ def test_mistakes_are_one_line(tmp_path, tokens):
         ({}, "give input_ids or inputs_embeds"),
         ({"input_ids": tokens.repeat(1, 2)}, "140 tokens, but the model's block size is 96"),
         ({"input_ids": tokens, "past_key_values": object()}, "holds no states"),
+        ({"input_ids": tokens[:1], "past_key_values": cache}, "a cache of 4 layers and 2 rows for 4 and 1"),
+        ({"input_ids": tokens, "past_key_values": few}, "a cache of 3 layers and 2 rows for 4 and 2"),
+        ({"input_ids": tokens, "position_ids": twice, "use_cache": True}, "packed sequences keep no cache"),
     ):
         with pytest.raises(ValueError, match=line) as error:
             model(**given)
         assert "\n" not in str(error.value)
     config = AutoConfig.from_pretrained(tmp_path)
     config.network["from_the_future"] = 1
-    with pytest.raises(UserError, match="unknown key 'from_the_future'"):
+    with pytest.raises(UserError, match=r"'from_the_future' .*if a newer LinGPT wrote it, update this one"):
         AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("other", ["ours", "softmax", "gla+short_conv", "hybrid+gate_activation=sigmoid"])
+def test_weights_of_another_attention_are_refused(tmp_path, other):
+    """Guards: parameters that are left out, or that start anew, behind a warning. Options without parameters,
+    such as an activation, do not show in the weights."""
+    export_hf(make("hybrid"), tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.network = make(other).config.to_dict()
+    config.save_pretrained(tmp_path)
+    if other.startswith("hybrid"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+        return
+    with pytest.raises(UserError, match=r"the weights are of different models, as .*load both from one") as e:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "\n" not in str(e.value)

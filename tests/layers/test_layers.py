@@ -68,6 +68,10 @@ def test_mistakes_are_one_line():
     for wrong, line in (
         (lambda: layer(x[..., :32]), r"the layer takes \[B, N, 64\]; got \[2, 5, 32\]"),
         (lambda: layer(x, state=layer.new_state(3)), "2 rows for a state of 3: make one by new_state"),
+        (
+            lambda: layer(x, state=GatedLinearAttention(64, 4).new_state(2)),
+            "a state of ours-gated in a layer of ours: make one by new_state",
+        ),
         (lambda: layer(x, torch.tensor([0, 10]), layer.new_state(2)), "cu_seqlens goes without a state"),
         (lambda: LinearAttention(64, 4, 3), "n_head=4 must be a multiple of n_query_groups=3"),
         (lambda: LinearAttention(64, 4, colour=1), "colour is not an option of the layer, which has backend"),
