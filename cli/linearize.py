@@ -7,7 +7,8 @@ from pathlib import Path
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_yaml
 from lingpt.common.options import as_word, flatten
-from lingpt.common.run_folder import CONFIG
+from lingpt.common.run_folder import CONFIG, find_model_folder
+from lingpt.models import check_source
 from lingpt.models.attention import attention_options
 from lingpt.train import train
 from lingpt.train.config import Recipe
@@ -32,6 +33,7 @@ def parse(words: Sequence[str]) -> list[Recipe]:
     given, rest = {word.partition("=")[0] for word in words}, list(words[1:] if teacher else words)
     own = Path(teacher or "") / CONFIG
     if teacher:
+        check_source(find_model_folder(Path(teacher), verify=False))
         rest = [f"--train.init_from={teacher}", f"--train.teacher={teacher}", "--train.imitate=blocks", *rest]
         if "--config" not in given and own.is_file():
             rest = [*_student_options(own, given), *rest]

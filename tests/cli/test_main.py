@@ -186,6 +186,7 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["curves", "nowhere", "--formats", ""], "it must be a list, each text that is not blank"),
         (["curves", "nowhere", "--formats", "svg", "a/b"], "cannot draw a 'a/b': give --formats of"),
         (["generate", "nowhere"], "no model in nowhere: there is no such folder"),
+        (["linearize", "nowhere"], "no model in nowhere: there is no such folder"),
         (["export", ".", "out"], "no model in .: it has no config.json"),
         (["generate", "nowhere", "--top_k", "0"], "top_k is 0; it must be a whole number of at least 1"),
         (["generate", "nowhere", "--temperature", "inf"], "temperature is inf; it must"),
