@@ -45,11 +45,12 @@ class ReplacedAttention(AttentionLayer):
         position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
         layer_past: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """`[B, N, C]` → the same. Padding on the left and packed sequences (position ids that begin again at
         0) are kept apart. ValueError with a cache."""
-        if past_key_values is not None or layer_past is not None:
+        if any(given is not None for given in (past_key_values, layer_past, cache)):
             raise ValueError("a model with replaced attention keeps no cache: give use_cache=False")
         cu_seqlens = None
         if attention_mask is not None:  # otherwise there is neither padding nor packing
