@@ -1,7 +1,7 @@
 """`pip install 'lingpt[hf]'` is enough: PyTorch and transformers, and nothing that only training needs.
 
 In this environment, which has the oldest transformers that is claimed, the other packages are hidden.
-LINGPT_HF_PYTHON names the Python of an environment that has no others: `.ci/run` makes one, with the newest.
+LINGPT_HF_PYTHON names the Python of an environment without them: `.ci/run` makes one, with the newest.
 """
 
 import os
