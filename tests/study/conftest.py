@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from lingpt.cli.main import main
 from lingpt.data.tokenizer import train_bpe
+from lingpt.plots import figures
 from lingpt.study import stages
 from lingpt.study.jobs import Failure
 from lingpt.tests.study.tiny import TINY, write
@@ -33,6 +34,7 @@ def here(tmp_path, monkeypatch):
     # Pictures take seconds, and few tests look at them: each run's own, and what the study's show.
     monkeypatch.setattr(report, "draw_curves", lambda *_, **__: [])
     monkeypatch.setattr(Figure, "savefig", lambda _, path, **options: Path(path).touch())
+    monkeypatch.setattr(figures, "_reduce_colours", lambda png: None)
     monkeypatch.chdir(tmp_path)
     words = "the sun warms stone cold water runs under old bridges birds sing rain"
     rows = [json.dumps({"text": f"{words} {number} " * 40}) for number in range(30)]
