@@ -65,7 +65,7 @@ curves: $(call ready,train) ## loss curves of runs, or of a study, in one figure
 bench: $(call ready,train $(if $(CUDA),bench)) ## measure the kernels against the baselines (GPU; ARGS="--device cpu" for a taste), or, with ARGS=train, whole training steps, with ARGS=decode, decoding
 	$(BIN)lingpt bench $(ARGS)
 
-PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)pytest -n $(strip $(JOBS)) --dist worksteal
+PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)pytest -n $(strip $(JOBS))
 
 test: $(call ready,dev) ## a check of this machine in minutes: the tests that are not marked slow
 	$(PYTEST) -m "not slow" $(ARGS)
