@@ -135,13 +135,13 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             raise ValueError(f"a {type(cache).__name__} holds no states: give a LinGPTCache, or none")
         if cache is not None:
             cache.check(B, len(self.h))
-        padded = packed = mask_BN = None
+        padded = packed = read_BN = None
         continues = cache is not None and cache.seen > 0
         if attention_mask is not None:
-            mask_BN = attention_mask[:, -N:].bool()
-            padded = padded_borders(mask_BN, bool(use_cache), continues)
+            read_BN = attention_mask[:, -N:].bool()
+            padded = padded_borders(read_BN, bool(use_cache), continues)
         if not continues:
-            packed = packed_borders(position_ids, cu_seq_lens_q, None if padded is None else mask_BN, B, N)
+            packed = packed_borders(position_ids, cu_seq_lens_q, read_BN, B, N)
         if packed is not None:
             if use_cache or cache is not None:
                 raise ValueError("packed sequences keep no cache: give use_cache=False")
@@ -209,7 +209,7 @@ def padded_borders(mask_BN: torch.Tensor, use_cache: bool, continues: bool) -> t
         return None
     if continues:
         raise ValueError("padding after tokens that the cache has seen: pad the prompt on the left, once")
-    (B, N), numbers = mask_BN.shape, mask_BN.int()
+    N, numbers = mask_BN.shape[1], mask_BN.int()
     starts, ends, counts = numbers.argmax(1), N - numbers.flip(1).argmax(1), numbers.sum(1)
     if not counts.all():
         raise ValueError("a row of padding only: give each row at least one token")
@@ -217,33 +217,35 @@ def padded_borders(mask_BN: torch.Tensor, use_cache: bool, continues: bool) -> t
         raise ValueError("padding between tokens: pad on the left or the right")
     if use_cache and (ends < N).any():
         raise ValueError("padding on the right would enter the states: set padding_side='left'")
-    if not starts.any():
-        return None
-    rows = N * torch.arange(B + 1, device=starts.device)
-    return torch.cat((rows, rows[:-1] + starts)).sort().values.int()
+    return borders(mask_BN) if starts.any() else None
 
 
 def packed_borders(
     position_ids: torch.Tensor | None,
     cu_seq_lens: torch.Tensor | None,
-    mask_BN: torch.Tensor | None,
+    read_BN: torch.Tensor | None,
     B: int,
     N: int,
 ) -> torch.Tensor | None:
-    """The borders, in the B·N tokens, of the sequences packed into each row, and of its padding on the left
-    (mask_BN, if there is any); None if there is one sequence in each."""
+    """The borders of the sequences packed into each row, and of its padding; None if there is one in each."""
     if cu_seq_lens is not None:
         return cu_seq_lens.int() if len(cu_seq_lens) > 2 else None
     if position_ids is None:
         return None
-    begins_BN = position_ids.expand(B, N) == 0
-    edges_BN = torch.zeros_like(begins_BN)
-    edges_BN[:, 0] = True
-    if mask_BN is not None:
-        begins_BN = begins_BN & mask_BN
-        edges_BN |= mask_BN & ~mask_BN.roll(1, dims=1)
-    borders = (begins_BN | edges_BN).flatten().nonzero().flatten()
-    return None if len(borders) == edges_BN.sum() else F.pad(borders, (0, 1), value=B * N).int()
+    if read_BN is None:
+        read_BN = torch.ones(B, N, dtype=torch.bool, device=position_ids.device)
+    packed = borders(read_BN, position_ids.masked_fill(~read_BN, 1))
+    return None if len(packed) == len(borders(read_BN)) else packed
+
+
+def borders(read_BN: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """cu_seqlens, in the B·N tokens: a border where a row begins, where its padding on the left ends, and
+    where positions begin again. read_BN: `[B, N]`, true where a token is no padding."""
+    begins_BN = read_BN & ~read_BN.roll(1, dims=1)
+    if position_ids is not None:
+        begins_BN = begins_BN | (position_ids == 0)
+    begins_BN[:, 0] = True
+    return F.pad(begins_BN.flatten().nonzero().flatten(), (0, 1), value=begins_BN.numel()).int()
 
 
 class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):

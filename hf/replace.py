@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from lingpt.common.errors import UserError
+from lingpt.hf.model import borders
 from lingpt.layers import AttentionLayer
 from lingpt.models import Config, ModelArgs, gpt_neox, llama
 from lingpt.models.architecture import Architecture
@@ -54,22 +55,15 @@ class ReplacedAttention(AttentionLayer):
             raise ValueError("a model with replaced attention keeps no cache: give use_cache=False")
         cu_seqlens = None
         if attention_mask is not None:  # otherwise there is neither padding nor packing
-            cu_seqlens = _borders(attention_mask, position_ids, hidden_states)
+            cu_seqlens = borders(_is_read(attention_mask).expand(hidden_states.shape[:2]), position_ids)
         return super().forward(hidden_states, cu_seqlens), None
 
 
-def _borders(mask: torch.Tensor, position_ids: torch.Tensor | None, x_BNC: torch.Tensor) -> torch.Tensor:
-    """cu_seqlens: a border where a row begins, where its padding on the left ends, and where positions begin
-    again. mask: `[B, 1, N, N]`, boolean or added to the scores, or `[B, N]`."""
-    B, N, _ = x_BNC.shape
+def _is_read(mask: torch.Tensor) -> torch.Tensor:
+    """Which tokens are no padding, `[B or 1, N]`. mask: `[B, 1, N, N]`, boolean or added to the scores, or
+    `[B, N]`."""
     last = mask[:, 0, -1] if mask.ndim == 4 else mask
-    read_BN = (last if last.dtype == torch.bool else last > 0 if mask.ndim == 2 else last == 0).expand(B, N)
-    begins_BN = read_BN & ~read_BN.roll(1, dims=1)
-    if position_ids is not None:
-        begins_BN = begins_BN | (position_ids.expand(B, N) == 0)
-    begins_BN[:, 0] = True
-    borders = begins_BN.flatten().nonzero().flatten()
-    return torch.cat((borders, borders.new_tensor([B * N]))).int()
+    return last if last.dtype == torch.bool else last > 0 if mask.ndim == 2 else last == 0
 
 
 def replace_attention(

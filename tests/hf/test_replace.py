@@ -91,6 +91,9 @@ def test_padding_and_packing_are_kept_apart(stock, tokens):
     torch.testing.assert_close(together[:1], model(tokens[:1]).logits, rtol=0, atol=1e-5)
     torch.testing.assert_close(together[1:, 15:], alone, rtol=0, atol=1e-5)
     torch.testing.assert_close(packed[:, 15:], alone, rtol=0, atol=1e-5)
+    three = torch.cat([torch.arange(15), torch.arange(11), torch.arange(14)])[None]
+    middle = model(tokens[1:], position_ids=three).logits[:, 15:26]
+    torch.testing.assert_close(middle, alone[:, :11], rtol=0, atol=1e-5)
 
 
 def test_a_missing_extra_is_one_line(monkeypatch):
