@@ -95,7 +95,7 @@ def linear_attention(
             "reference"  the definition, quadratic; also for second derivatives, forward mode and torch.func;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
             "recurrent"  token by token, for decoding;
-            "cuda"       kernels, causal: on tensor cores bf16 and fp16 with D ≤ 128 (padded to 64 or 128);
+            "cuda"       kernels, causal: on tensor cores bf16 and fp16 with D ≤ 128 (fastest if 64 or 128);
                          else in fp32, all but float64 with D ≤ 288 (padded to a multiple of 8), with one
                          warning if 16 bits were expected;
             "auto"       cuda if it can run, else chunkwise, with one warning unless it is for float64;

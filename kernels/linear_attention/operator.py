@@ -90,10 +90,10 @@ class Backend(Protocol):
 def choose(call: Call) -> Backend:
     """The backend for `call.backend` "cuda", "chunkwise" or "auto".
 
-    "cuda" and "auto" take the first CUDA backend that can serve the call: tensor cores, those with padded
-    heads, fp32. If there is none, "cuda" raises UserError, and "auto" takes chunkwise. Whoever could expect
-    faster is warned, once per reason: not about fp32 on the kernel in fp32, nor about float64, which no
-    kernel takes, unless autocast promises 16 bits.
+    "cuda" and "auto" take the first CUDA backend that can serve the call: tensor cores, those with a
+    change to the call, fp32. If there is none, "cuda" raises UserError, and "auto" takes chunkwise. Whoever
+    could expect faster is warned, once per reason: not about fp32 on the kernel in fp32, nor about float64,
+    which no kernel takes, unless autocast promises 16 bits.
     """
     if call.backend == "chunkwise" or (call.backend == "auto" and call.device.type != "cuda"):
         return chunkwise

@@ -26,7 +26,13 @@ from lingpt.kernels.linear_attention.cuda.launch import (
 )
 from lingpt.kernels.linear_attention.cuda.plan import Plan, chunk_of, make_plan
 from lingpt.kernels.linear_attention.cuda.toolchain import unusable_reason
-from lingpt.kernels.linear_attention.cuda.variants import BOUNDARY_INTERVAL, HEAD_DIMS, TAGS, state_size
+from lingpt.kernels.linear_attention.cuda.variants import (
+    BOUNDARY_INTERVAL,
+    HEAD_DIMS,
+    TAGS,
+    kernel_head_dim,
+    state_size,
+)
 from lingpt.kernels.numerics import LOG_ZERO
 
 FALLBACK = ""
@@ -36,7 +42,7 @@ _COUNTS = {"initial": "n_initial", "final": "count_out"}  # of a state's tokens,
 def unsupported_reason(call: Call, head_dim: int | None = None) -> str | None:
     """Why the kernels cannot serve this call, in words for a user; None if they can.
 
-    head_dim: that to which its heads will be padded.
+    head_dim: that of the kernels, if it is another.
     """
     B, _, H, D = call.shape
     if reason := device_unsupported_reason(call.dtype, head_dim or D, call.device):
@@ -47,9 +53,14 @@ def unsupported_reason(call: Call, head_dim: int | None = None) -> str | None:
         return "the last dimension of q, k and v must be contiguous"
     if B * H > MAX_BATCH_HEADS:
         return "batch size × heads is above 65,535"
-    if call.cos is not None and call.cos.shape[1] % 16:
+    if call.cos is not None and not rotates(call):
         return f"it rotates a multiple of 16 dimensions, not {call.cos.shape[1]}"
     return None
+
+
+def rotates(call: Call) -> bool:
+    """Whether the kernels have the call's RoPE."""
+    return call.cos is not None and call.cos.shape[1] % 16 == 0
 
 
 @functools.cache
@@ -65,7 +76,7 @@ def device_unsupported_reason(dtype: torch.dtype, head_dim: int, device: torch.d
 
 
 def forward(call: Call, exchange: Exchange | None = None) -> Outputs:
-    """As in `operator.Backend`.
+    """As in `operator.Backend`, but for states, which have the channels of the kernels' heads.
 
     The stats are followed in the same memory by what the scan has read (`Plan.before`): the backward pass
     needs the same numbers. Saving stats for it saves them too; recomputing them would read k and v once more.
@@ -100,7 +111,7 @@ def backward(
     out: tuple[Tensor, ...],
     exchange: Exchange | None = None,
 ) -> InputGradients:
-    """As in `operator.Backend`."""
+    """As in `operator.Backend`, with states as in `forward`."""
     N, D = call.shape[1], call.shape[3]
     if call.token_log_decay is not None and N > BOUNDARY_INTERVAL and N % chunk_of(call.device, D):
         if exchange is not None:
@@ -300,7 +311,7 @@ def _add_state(
 def _new_state(call: Call) -> LinearAttentionState:
     """An uninitialised state; z and n are zeros without the normaliser, as the kernels do not write them."""
     B, _, H, D = call.shape
-    shapes = state_shapes(B, H, D)
+    shapes = state_shapes(B, H, kernel_head_dim(D))
     state = LinearAttentionState(
         *(torch.empty(shape, dtype=torch.float32, device=call.device) for shape in shapes)
     )
@@ -324,9 +335,10 @@ def _own_state(
     memory: what these have left, of the given sizes. It is copied, as the carry is in place and is yet to
     come, from the true initial state.
     """
-    (B, _, H, D), copy, state, range_ = call.shape, memory.clone(), _new_state(call), run.plan.range
+    (B, _, H, _), copy, state, range_ = call.shape, memory.clone(), _new_state(call), run.plan.range
     addresses = addresses | addresses_of(copy.data_ptr(), sizes) | dict(count_out=state.n.data_ptr())
     run.launch((run.plan.forward if e is None else run.plan.reverse).carry, addresses)
+    D = run.plan.D
     own = copy[: sizes["scratch"]].view(B, H, -1, state_size(D))[:, :, -1]
     # Scaled as in `prefix`, and in reverse the first token's decay is still to come (`SegmentStates`).
     scales = [range_, range_, 1.0] if e is None else [1 / range_] * 3

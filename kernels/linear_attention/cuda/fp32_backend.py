@@ -29,7 +29,7 @@ def forward(call: Call, exchange: Exchange | None = None) -> Outputs:
         assert own is not None
         call = call._replace(**exchange(own)._asdict())
     with current_device(call.device):
-        return padding.forward(tf32_passes.forward, call, _width(call))
+        return padding.forward(tf32_passes.forward, call, _widths(call))
 
 
 def backward(
@@ -45,9 +45,9 @@ def backward(
         assert own is not None
         gradients = gradients._replace(state=exchange(own))
     with current_device(call.device):
-        return padding.backward(tf32_passes.backward, call, saved, gradients, out, _width(call))
+        return padding.backward(tf32_passes.backward, call, saved, gradients, out, _widths(call))
 
 
-def _width(call: Call) -> int:
-    """The next head_dim that tf32.cu has."""
-    return -(-call.shape[3] // tf32.WIDTH) * tf32.WIDTH
+def _widths(call: Call) -> padding.Widths:
+    width = padding.multiple_of_8(call.shape[3])
+    return padding.Widths(width, width)

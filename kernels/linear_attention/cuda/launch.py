@@ -51,7 +51,8 @@ class Fields:
 
     def __init__(self, codes: dict[str, str]) -> None:
         self.names = tuple(codes)
-        self._struct = struct.Struct("@" + "".join(codes.values()))
+        # As long as in C: a multiple of eight bytes.
+        self._struct = struct.Struct("@" + "".join(codes.values()) + "0q")
         self.size = self._struct.size
         self._zeros, self._in_order = dict.fromkeys(codes, 0), itemgetter(*codes)
 
@@ -81,7 +82,7 @@ POINTERS = Fields(
 )
 LAYOUT = Fields(
     {f"{name}_{dim}": "q" for name in _OPERAND_NAMES for dim in ("batch", "head", "token")}
-    | dict.fromkeys(("N", "H", "segments", "segment_len", "sub_segments", "normalize"), "i")
+    | dict.fromkeys(("N", "H", "segments", "segment_len", "sub_segments", "normalize", "columns"), "i")
     | dict.fromkeys(("a_value", "b_value", "range", "inverse_range"), "f")
 )
 

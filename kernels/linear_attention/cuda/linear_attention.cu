@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(THREADS) row_products(const __grid_constant__ 
   i64 row = (i64(blockIdx.x) * THREADS + threadIdx.x) / LANES, n = row / p.H;  // (token, head)
   int piece = threadIdx.x % LANES, h = row % p.H, batch = blockIdx.y;
   float sum = 0.f;
-  if (n < p.N) {
+  if (n < p.N && 8 * piece < p.columns) {
     auto read = [&](int tensor) {
       const u16* from = head_of(p, tensor, batch, h) + n * p.strides[tensor].token + piece * 8;
       return *reinterpret_cast<const uint4*>(from);

@@ -22,6 +22,7 @@ from lingpt.kernels.linear_attention.cuda.variants import (
     THREADS,
     boundary_size,
     chunk_tokens,
+    kernel_head_dim,
     state_size,
     variant_for,
 )
@@ -32,7 +33,7 @@ DECAY_HEADS = DECAY_THREADS // 32  # of a block of `sum_decays` and `decay_gradi
 
 def chunk_of(device: torch.device, head_dim: int) -> int:
     """Tokens per chunk, which a block processes at a time."""
-    return chunk_tokens(card(device)[0], head_dim)
+    return chunk_tokens(card(device)[0], kernel_head_dim(head_dim))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -111,13 +112,14 @@ class Plan:
         normalize_qk: bool,
         piece: bool,
     ) -> None:
-        self.B, self.N, self.H, self.D = shape
+        self.B, self.N, self.H, columns = shape
+        self.D = kernel_head_dim(columns)
         self._strides = dict(zip(TENSORS, strides, strict=False))
         self._piece = piece
         self.range = 2.0 ** (self.N.bit_length() // 2) if dtype == torch.float16 else 1.0
         self._numbers = dict(
-            N=self.N, H=self.H, normalize=int(normalize_qk), a_value=a or 0.0, b_value=b or 0.0,
-            range=self.range, inverse_range=1 / self.range,
+            N=self.N, H=self.H, normalize=int(normalize_qk), columns=columns,
+            a_value=a or 0.0, b_value=b or 0.0, range=self.range, inverse_range=1 / self.range,
         )  # fmt: skip
         arch, processors = card(device)
         self.variant = variant_for(arch, dtype, self.D, decay, rope, weights)

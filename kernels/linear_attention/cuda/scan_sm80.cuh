@@ -479,7 +479,8 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   // Stores this warp's columns of the output from a tile in shared memory that it has written, 16 bytes per lane.
   DEVICE void store(u32 tile_address, int position) const {
     constexpr int STEP = 32 / Y_TILES;  // rows that a warp stores at once
-    int piece = own_tile(lane % Y_TILES), row = lane / Y_TILES, remaining = p.N - position - row;
+    int piece = own_tile(lane % Y_TILES), row = lane / Y_TILES;
+    int remaining = 8 * piece < p.columns ? p.N - position - row : 0;
     u32 from = tile_address + swizzled<CHUNK>(row, piece);
     u16* to = this->row(Y, position + row) + 8 * piece;
     i64 step = (Traits::REVERSE ? -STEP : STEP) * p.strides[Y].token;

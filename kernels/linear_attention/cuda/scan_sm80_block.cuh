@@ -132,10 +132,10 @@ struct BlockSm80 {
     const u16* src = this->row(tensor, position + row) + 8 * piece;
     i64 step = (Traits::REVERSE ? -ROWS : ROWS) * p.strides[tensor].token;
     dst += swizzled<CHUNK>(row, piece);  // ROWS is a multiple of 8: the same for every step
+    const int rows = 8 * piece < p.columns ? p.N - position - row : 0;
 #pragma unroll
     for (int i = 0; i < CHUNK / ROWS; i++, src += step) {
-      bool ok = position + row + i * ROWS < p.N;
-      copy_async_16(dst + i * ROWS * ROW_BYTES, src, ok);
+      copy_async_16(dst + i * ROWS * ROW_BYTES, src, i * ROWS < rows);
     }
   }
   template <bool WITH_A>

@@ -83,6 +83,11 @@ struct BlockSm90 {
   // Row `position` of tensor a, b, c, qk, y or o (0 … 5).
   DEVICE u16* row(int tensor, int position) const { return Traits::row(p, base + Shared::HEADS, tensor, position); }
 
+  // Whether the tensor has a column, which counts from the first that `row` points to.
+  DEVICE bool has_column(int tensor, int column) const {
+    return column + (tensor == C || tensor == Y ? first_column() : 0) < p.columns;
+  }
+
   // --------------------------------------------------------------------------------------------------- threads
   DEVICE int thread() const { return u32(tid) % WARPGROUP; }
   // `warp` in a form that the compiler knows to be equal in all lanes: branches on it are then uniform, and later

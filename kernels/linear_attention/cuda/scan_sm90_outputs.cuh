@@ -70,8 +70,8 @@ struct OutputsSm90 {
       if constexpr (!PROJECTS && !STATE_ONLY) scale(block, y, stage, parity);
       if (!CONFIG::COPIER_STORES_Y && !STATE_ONLY) {
         block.sync_group();
-        Copies::template store_y<1>(block, block.y_tile(stage, parity) + block.group() * Shared::PANEL,
-                                    block.row(Y, position) + PANEL_COLUMNS * block.group(), position);
+        Copies::template store_y<1>(block, block.y_tile(stage, parity) + block.group() * Shared::PANEL, position,
+                                    PANEL_COLUMNS * block.group());
       }
       warpgroup_wait();
       warpgroup_fence_operand(state);

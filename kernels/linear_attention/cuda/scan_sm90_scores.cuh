@@ -43,8 +43,7 @@ struct ScoresSm90 {
       const int next = position + (Shared::STAGES - 1) * CHUNK;
       if (next < block.end()) Copies::load(block, previous.stage(), next, false);
       if (CONFIG::COPIER_STORES_Y && position > block.begin())
-        Copies::template store_y<CONFIG::GROUPS>(block, block.y_tile(previous.stage(), parity ^ 1),
-                                                 block.row(Y, position - CHUNK), position - CHUNK);
+        Copies::template store_y<CONFIG::GROUPS>(block, block.y_tile(previous.stage(), parity ^ 1), position - CHUNK);
       if (next < block.end()) {
         Copies::load(block, previous.stage(), next, true);
         mbarrier_arrive_after_copies(block.full(previous.stage()));

@@ -326,8 +326,10 @@ struct TokenStatsSm90 {
 #pragma unroll
       for (int j = 0; j < D / 32; j++) {
         const int at = position + block.first_row() + 8 * i + block.g;
-        const uint4* from = reinterpret_cast<const uint4*>(block.row(O, at)) + piece_of_lane(block, j);
-        o.pieces[i][j] = at < block.p.N ? *from : make_uint4(0, 0, 0, 0);
+        const int piece = piece_of_lane(block, j);
+        const uint4* from = reinterpret_cast<const uint4*>(block.row(O, at)) + piece;
+        const bool exists = at < block.p.N && block.has_column(O, 8 * piece);
+        o.pieces[i][j] = exists ? *from : make_uint4(0, 0, 0, 0);
       }
   }
   static DEVICE void row_products(const Block& block, const OutputRows& o, u32 tile_address, float* to) {

@@ -43,6 +43,11 @@ def chunk_tokens(arch: str, head_dim: int) -> int:
     return 32 if arch in SMALL_SHARED and head_dim == 128 else 64
 
 
+def kernel_head_dim(head_dim: int) -> int:
+    """The head_dim of the kernels that serve heads of `head_dim`, 128 at most."""
+    return next(width for width in HEAD_DIMS if width >= head_dim)
+
+
 def state_size(head_dim: int) -> int:
     """Size of a state in the scratch, in fp32 numbers: S and two vectors."""
     return head_dim * head_dim + 2 * head_dim

@@ -14,9 +14,9 @@ from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import chunkwise, linear_attention, linear_attention_qkv, operator
 from lingpt.kernels.linear_attention.call import Call, LinearAttentionState, OutputGradients
 from lingpt.kernels.linear_attention.cuda import (
+    adapted_backend,
     backend,
     fp32_backend,
-    padded_backend,
     recurrence,
     tf32,
     tf32_passes,
@@ -334,10 +334,10 @@ def call(dtype: torch.dtype, D: int, **options) -> Call:
 TAKEN = [
     (BF16, 64, {}, backend, ""),
     (torch.float16, 128, {}, backend, ""),
-    *((BF16, D, {}, padded_backend, "") for D in (16, 32, 80, 96, 112)),
+    *((BF16, D, {}, adapted_backend, "") for D in (16, 32, 80, 96, 112)),
     (BF16, 144, {}, fp32_backend, "slower.*: tensor cores take a head_dim up to 128, not 144"),
     (BF16, 256, {}, fp32_backend, "slower.*: tensor cores take a head_dim up to 128, not 256"),
-    (BF16, 64, {"cos": torch.ones(8, 8)}, fp32_backend, "multiple of 16 dimensions, not 8"),
+    (BF16, 64, {"cos": torch.ones(8, 8), "sin": torch.ones(8, 8)}, adapted_backend, ""),
     *((FP32, D, {}, fp32_backend, "") for D in (16, 20, 64, 128, 288)),
     (FP32, 289, {}, chunkwise, "20 to 40 times slower.*: it takes a head_dim up to 288, not 289"),
     (FP32, 64, {"causal": False}, chunkwise, "20 to 40 times slower.*: it is causal only"),
