@@ -59,10 +59,10 @@ class Config(Architecture):
                 declared.read(option, options[option])
             ATTENTIONS[name].check(self, **options)
             given |= options
-        gates = given.get("output_gate") or given.get("softmax_gate")
+        gates = given.get("output_gate") or given.get("softmax_gate") or "gla" in layers
         if given.get("gate_activation", "silu") != "silu" and not gates:
             raise UserError(
-                "gate_activation=sigmoid needs output_gate or softmax_gate, whose activation it is"
+                "gate_activation=sigmoid needs output_gate, softmax_gate or gla, whose activation it is"
             )
 
     @property

@@ -140,7 +140,13 @@ GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] =
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
 }
-GATE_ACTIVATION = Option("the activation in `output_gate` and `softmax_gate`")
+GATE_ACTIVATION = Option("the activation in `output_gate`, `softmax_gate` and the gate of `gla`")
+INPUT_GATE = Option("scale each token's v in `ours*` and `gla`, by a number per head")
+
+
+def gate_values(v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """v `[…, H, D]` times 2·sigmoid of the gate `[…, H]`."""
+    return v * (2 * torch.sigmoid(gate)).unsqueeze(-1).to(v.dtype)
 
 
 class QKVAttention(Attention):

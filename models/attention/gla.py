@@ -6,7 +6,8 @@
 
 No rotary embeddings, as in the paper. One projection, `qkvr`, gives q, k, v and r, with Pythia's biases.
 With `short_conv` a causal convolution of width 4 and a SiLU are applied to q, k and v, as in FLA's layer;
-without the SiLU GLA does not learn to recall (docs/results/gate/learning).
+without the SiLU GLA does not learn to recall (docs/results/gate/learning). `gate_activation` (of swish) and
+`input_gate` are those of ours.py.
 """
 
 from typing import Annotated, Any, Literal
@@ -25,7 +26,15 @@ from lingpt.kernels.gated_linear_attention import (
 )
 from lingpt.kernels.linear_attention.cuda.channel_decay import LONGEST_SEGMENT
 from lingpt.models.architecture import Architecture
-from lingpt.models.attention.base import Attention, RecurrentState
+from lingpt.models.attention.base import (
+    GATE_ACTIVATION,
+    GATE_ACTIVATIONS,
+    INPUT_GATE,
+    Attention,
+    GateActivation,
+    RecurrentState,
+    gate_values,
+)
 from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, apply_short_conv, identity_filter
 
 GATE_RANK = 16
@@ -58,14 +67,18 @@ class GLAAttention(Attention):
             Option("what trains `gla`: `fla` are FLA's kernels, on a GPU; `auto` our own, or PyTorch's"),
         ] = "auto",
         short_conv: Annotated[bool, SHORT_CONV] = False,
+        gate_activation: Annotated[GateActivation, GATE_ACTIVATION] = "silu",
+        input_gate: Annotated[bool, INPUT_GATE] = False,
     ) -> None:
         super().__init__()
+        self.gate_activation = GATE_ACTIVATIONS[gate_activation]
         self.backend = gla_backend
         self.n_head, self.d_k, self.d_v = gla_n_head, int(gla_expand_k * config.n_embd), config.n_embd
         self.qkvr = nn.Linear(config.n_embd, 2 * self.d_k + 2 * self.d_v, bias=config.bias)
         self.conv = nn.Parameter(identity_filter(2 * self.d_k + self.d_v)) if short_conv else None
         self.gate_down = nn.Linear(config.n_embd, GATE_RANK, bias=False)
         self.gate_up = nn.Linear(GATE_RANK, self.d_k, bias=True)
+        self.input_gate = nn.Linear(config.n_embd, gla_n_head, bias=False) if input_gate else None
         self.norm = nn.LayerNorm(self.d_v // self.n_head, eps=config.norm_eps)
         self.proj = nn.Linear(self.d_v, config.n_embd, bias=config.bias)
 
@@ -111,6 +124,8 @@ class GLAAttention(Attention):
         q, k, v = (  # [B, N, H, d_k/H or d_v/H]
             t.unflatten(-1, (self.n_head, -1)) for t in qkv.split((self.d_k, self.d_k, self.d_v), dim=-1)
         )
+        if self.input_gate is not None:
+            v = gate_values(v, self.input_gate(x_BNC))
         log_gate = F.logsigmoid(self.gate_up(self.gate_down(x_BNC)).float()) / GATE_TEMPERATURE
         log_gate = log_gate.unflatten(-1, (self.n_head, -1))
         if state is None:
@@ -122,7 +137,7 @@ class GLAAttention(Attention):
             o, state.value = gated_linear_attention_with_state(
                 q, k, v, log_gate, initial_state=state.value, cu_seqlens=cu_seqlens
             )
-        return self.proj(F.silu(r) * self.norm(o).flatten(2))
+        return self.proj(self.gate_activation(r) * self.norm(o).flatten(2))
 
     def flops_per_token(self, seq_len: int) -> int:
         H = self.n_head
@@ -133,7 +148,11 @@ class GLAAttention(Attention):
         # norm, and the input of `proj`
         states = 2 * self.d_k * self.d_v // self.n_head // LONGEST_SEGMENT
         saved = 2 * (self.d_k + self.d_v) + 4 * self.d_k + states + 3 * self.d_v
-        return saved if self.conv is None else saved + 2 * self.d_k + self.d_v  # and the convolution's input
+        if self.conv is not None:
+            saved += 2 * self.d_k + self.d_v  # the convolution's input
+        if self.input_gate is not None:
+            saved += 2 * self.d_v + self.n_head  # v before it, with and without the SiLU, and the gate
+        return saved
 
     def sent_elements(self, tokens: int, pieces: int) -> int:
         conv = 0 if self.conv is None else (WIDTH - 1) * (2 * self.d_k + self.d_v)
@@ -145,4 +164,4 @@ class GLAAttention(Attention):
         return RecurrentState()
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
-        return {"conv": identity_filter(2 * self.d_k + self.d_v)}
+        return {"conv": identity_filter(2 * self.d_k + self.d_v), "input_gate.weight": 0.0}

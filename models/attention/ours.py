@@ -39,7 +39,14 @@ from lingpt.kernels.linear_attention import (
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.operator import choose
 from lingpt.models.architecture import Architecture
-from lingpt.models.attention.base import GATE_ACTIVATION, GateActivation, QKVAttention, RecurrentState
+from lingpt.models.attention.base import (
+    GATE_ACTIVATION,
+    INPUT_GATE,
+    GateActivation,
+    QKVAttention,
+    RecurrentState,
+    gate_values,
+)
 from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, apply_short_conv, identity_filter
 
 
@@ -76,7 +83,7 @@ class OursAttention(QKVAttention):
             ),
         ] = None,
         short_conv: Annotated[bool, SHORT_CONV] = False,
-        input_gate: Annotated[bool, Option("scale each token's v in `ours*`, by a number per head")] = False,
+        input_gate: Annotated[bool, INPUT_GATE] = False,
         conv_silu: Annotated[bool, Option("a SiLU after the convolution of `ours*`, as in `gla`")] = False,
         constant: Annotated[
             bool,
@@ -260,8 +267,3 @@ class OursAttention(QKVAttention):
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
         conv = identity_filter(sum(self.config.qkv_sizes))
         return {"a_offset": 0.0, "b_offset": 0.0, "conv": conv, "input_gate.weight": 0.0}
-
-
-def gate_values(v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """v `[…, H, D]` times 2·sigmoid of the gate `[…, H]`."""
-    return v * (2 * torch.sigmoid(gate)).unsqueeze(-1).to(v.dtype)

@@ -15,8 +15,8 @@ from torch import nn
 
 from lingpt.kernels.linear_attention.call import logarithm_of_gate
 from lingpt.models.architecture import Architecture
-from lingpt.models.attention.base import RecurrentState, is_plain_linear
-from lingpt.models.attention.ours import OursAttention, gate_values
+from lingpt.models.attention.base import RecurrentState, gate_values, is_plain_linear
+from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import log_decay
 from lingpt.models.attention.short_conv import apply_short_conv
 

@@ -17,7 +17,7 @@ NOT_STOCK = [*(name for name in ATTENTIONS if name != "softmax"), "softmax+softm
 FORMS = [
     *NOT_STOCK,
     *ALIASES,
-    "gla+short_conv",
+    "gla+short_conv+gate_activation=sigmoid+input_gate",
     "ours+learnable_b+short_conv",
     "hybrid+input_gate+softmax_window=5",
 ]

@@ -234,12 +234,16 @@ def test_learnable_b_is_held_at_the_edge_and_can_return(small, tokens):
     assert torch.equal(layers[0].b(), -torch.ones(4))
 
 
-@pytest.mark.parametrize(("short_conv", "expand_k"), [(False, 0.5), (True, 0.5), (True, 1.0)])
-def test_gla_is_its_recurrence(small, short_conv, expand_k):
-    """§4.4 of the paper, token by token: S_t = diag(α_t) S_{t−1} + k_tᵀ v_t, o_t = q_t S_t."""
-    model = small("gla", gla_n_head=2, short_conv=short_conv, gla_expand_k=expand_k).double()
+@pytest.mark.parametrize(
+    ("short_conv", "expand_k", "options"),
+    [(False, 0.5, {}), (True, 0.5, {}), (True, 1.0, {"gate_activation": "sigmoid", "input_gate": True})],
+)
+def test_gla_is_its_recurrence(small, short_conv, expand_k, options):
+    """§4.4 of the paper, token by token: S_t = diag(α_t) S_{t−1} + k_tᵀ v_t, o_t = q_t S_t, and options."""
+    model = small("gla", gla_n_head=2, short_conv=short_conv, gla_expand_k=expand_k, **options).double()
     layer, H, N, d_k = model.transformer.h[0].attn, 2, 19, int(64 * expand_k)
     drawn = [layer.qkvr.bias, layer.gate_up.bias, layer.gate_up.weight, *([layer.conv] if short_conv else [])]
+    drawn += [layer.input_gate.weight] if options else []
     for parameter in drawn:
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
     x = torch.randn(2, N, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -251,8 +255,10 @@ def test_gla_is_its_recurrence(small, short_conv, expand_k):
     q, k, v = qkv.split((d_k, d_k, 64), dim=-1)
     alpha = torch.sigmoid(layer.gate_up(layer.gate_down(x))) ** (1 / 16)
     q, k, v, alpha = (t.view(2, N, H, -1) for t in (q, k, v, alpha))
+    if options:
+        v = v * 2 * torch.sigmoid(x @ layer.input_gate.weight.T)[..., None]
     o = layer.norm(gated_by_definition(q, k, v, alpha, scale=(d_k // H) ** -0.5)).flatten(2)
-    expected = layer.proj(r * torch.sigmoid(r) * o)
+    expected = layer.proj((1 if options else r) * torch.sigmoid(r) * o)
     torch.testing.assert_close(layer(x, model.cos[:N], model.sin[:N]), expected, rtol=1e-5, atol=1e-6)
 
 

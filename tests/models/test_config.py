@@ -72,7 +72,7 @@ def test_config_survives_json():
         ({"attention": "gla+gla_n_head=two"}, "gla_n_head is two; it must be a whole number"),
         ({"attention": "ours+softmax"}, r"a hybrid is ours\+softmax_every=6, or a list"),
         ({"attention": "hybird"}, "did you mean 'hybrid'"),
-        ({"attention": "softmax+gate_activation=sigmoid"}, "needs output_gate or softmax_gate"),
+        ({"attention": "softmax+gate_activation=sigmoid"}, "needs output_gate, softmax_gate or gla"),
         (
             {"attention": "hybrid+softmax_every=8"},
             "softmax_every=8 makes no hybrid of ours-gated in 4 layers",

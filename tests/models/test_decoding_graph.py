@@ -319,7 +319,7 @@ FORMS = (
     "ours-gated+output_gate+constant=false",
     "ours-gated+output_gate+short_conv+input_gate",
     "gla",
-    "gla+short_conv",
+    "gla+short_conv+gate_activation=sigmoid+input_gate",
     "hybrid+softmax_every=3",
 )
 PRECISIONS = {  # the weights' dtype, and autocast's

@@ -54,6 +54,7 @@ def test_activations_are_what_autograd_keeps(small, variant):
         ("ours-gated", {"input_gate": True}),
         ("ours-gated", {"input_gate": True, "output_gate": True, "short_conv": True}),
         ("gla", {"short_conv": True}),
+        ("gla", {"short_conv": True, "input_gate": True, "gate_activation": "sigmoid"}),
         ("softmax", LLAMA | {"norm_qk": False}),
         ("softmax", LLAMA),
         ("ours-gated", LLAMA | {"norm_qk": False, "output_gate": True, "short_conv": True}),

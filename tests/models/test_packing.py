@@ -19,7 +19,7 @@ ATTENTIONS = [
     "softmax-best",
     "softmax-best+softmax_window=20",
     "gla",
-    "gla+short_conv",
+    "gla+short_conv+gate_activation=sigmoid+input_gate",
     "hybrid",
 ]
 BORDERS = [0, 1, 30, 65, 100, 103, 170, 200]  # of two rows of 100 tokens; a chunk has 64

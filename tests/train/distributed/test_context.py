@@ -21,9 +21,9 @@ from lingpt.train.start import check_recipe
 
 FORMS = (
     "ours", "ours+learnable_b+short_conv+conv_silu", "ours-decay+output_gate+constant=false", "ours-gated",
-    "ours-gated+output_gate+short_conv+learnable_b", "gla", "gla+short_conv", "softmax", "softmax-best",
-    "hybrid", "ours-gated+output_gate+short_conv+input_gate", "softmax-best+softmax_window=8",
-    "softmax+softmax_window=25",
+    "ours-gated+output_gate+short_conv+learnable_b", "gla", "gla+short_conv+input_gate", "softmax",
+    "softmax-best", "hybrid", "ours-gated+output_gate+short_conv+input_gate",
+    "softmax-best+softmax_window=8", "softmax+softmax_window=25",
 )  # fmt: skip
 RANKS, N = 8, 72
 MODULE = "lingpt.tests.train.distributed.test_context"
