@@ -167,6 +167,8 @@ class GatedLinearAttention(LinearAttention):
         **options: Any,
     ) -> None:
         gates = {"output_gate": output_gate, "short_conv": short_conv}
+        if output_gate:
+            options.setdefault("gate_activation", "sigmoid")
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **gates, **options)
 
 
@@ -177,6 +179,7 @@ class GLA(LinearAttention):
         hidden_size: width of the input and the output.
         num_heads: each with hidden_size / num_heads dimensions of v, and expand_k times as many of q and k.
         bias: of the projections.
+        options: `short_conv`, `gate_activation`, `input_gate`.
     """
 
     attention = "gla"
@@ -187,15 +190,11 @@ class GLA(LinearAttention):
         num_heads: int = 4,
         *,
         expand_k: float = 0.5,
-        short_conv: bool = False,
         bias: bool = False,
+        **options: Any,
     ) -> None:
-        options: dict[str, Any] = {
-            "gla_n_head": num_heads,
-            "gla_expand_k": expand_k,
-            "short_conv": short_conv,
-        }
-        super().__init__(hidden_size, num_heads, bias=bias, **options)
+        sizes = {"gla_n_head": num_heads, "gla_expand_k": expand_k}
+        super().__init__(hidden_size, num_heads, bias=bias, **sizes, **options)
 
 
 __all__ = ["GLA", "AttentionLayer", "GatedLinearAttention", "LayerState", "LinearAttention"]

@@ -12,7 +12,7 @@ SOFTMAX = "softmax"
 SOFTMAX_EVERY = "softmax_every"  # in an attention's form: `ours-gated+softmax_every=6`
 # Aliases for the forms that learn best, with linear attention and without (docs/results/study).
 ALIASES = {
-    "hybrid": f"ours-gated+output_gate+short_conv+{SOFTMAX_EVERY}=6",
+    "hybrid": f"ours-gated+output_gate+gate_activation=sigmoid+short_conv+{SOFTMAX_EVERY}=6",
     "softmax-best": f"{SOFTMAX}+softmax_conv+softmax_gate+gate_activation=sigmoid+softmax_qk_norm",
 }
 

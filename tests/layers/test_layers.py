@@ -9,7 +9,11 @@ from lingpt.models import GPT, Config
 
 LAYERS = {
     "ours": (LinearAttention, {"num_kv_heads": 2, "head_dim": 32}, {}),
-    "ours-gated": (GatedLinearAttention, {"num_kv_heads": 2}, {"output_gate": True, "short_conv": True}),
+    "ours-gated": (
+        GatedLinearAttention,
+        {"num_kv_heads": 2},
+        {"output_gate": True, "gate_activation": "sigmoid", "short_conv": True},
+    ),
     "gla": (GLA, {}, {}),
 }
 NAMES = {"num_kv_heads": "n_query_groups", "head_dim": "head_size"}

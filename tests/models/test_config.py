@@ -230,7 +230,7 @@ def test_the_recommended_form_by_its_name():
     wider = ModelArgs("pythia-70m", attention="hybrid+softmax_every=3")
     assert wider.attention == ["ours-gated", "softmax", "ours-gated"] * 2
     form = attention_form(wider.attention, vars(wider))
-    assert form == "ours-gated + output_gate + short_conv + softmax_every=3"
+    assert form == "ours-gated + output_gate + gate_activation=sigmoid + short_conv + softmax_every=3"
 
 
 @pytest.mark.parametrize("form", ["hybrid", "ours+output_gate"])
