@@ -193,7 +193,7 @@ class GLA(LinearAttention):
         bias: bool = False,
         **options: Any,
     ) -> None:
-        sizes = {"gla_n_head": num_heads, "gla_expand_k": expand_k}
+        sizes: dict[str, Any] = {"gla_n_head": num_heads, "gla_expand_k": expand_k}
         super().__init__(hidden_size, num_heads, bias=bias, **sizes, **options)
 
 
