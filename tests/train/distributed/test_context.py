@@ -132,7 +132,7 @@ def check_rank(rank: int) -> None:
     for size, form, packed in cases[rank::RANKS]:
         batches = list(sequences(RANKS // size).split(2))
         share[size, form, packed] = loss_and_gradients(perturbed(form), batches, packed)
-    shares = [None] * RANKS
+    shares: list[dict] = [{}] * RANKS
     dist.all_gather_object(shares, share)
     expected = {case: whole for share in shares for case, whole in share.items()}
     for size in (2, 4, RANKS):
