@@ -14,7 +14,8 @@ from lingpt.common.parent import ends_with_this_process
 
 GRACE = 10.0  # seconds that the others have to end once one has failed
 _WAIT = """
-import json, os, sys
+import gc, json, os, sys
+gc.disable()  # until `main`, as in a command
 import lingpt.train
 from lingpt.cli.main import main
 if line := sys.stdin.readline():

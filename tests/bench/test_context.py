@@ -165,7 +165,7 @@ def test_communication_is_summed_by_what_it_sends(tmp_path: Path):
 def test_processes_are_the_ranks_of_a_run(tmp_path: Path, monkeypatch, corpus: DataConfig):
     """Started ahead, they train a divided hybrid, whose trace tells what it sends; failures are one line."""
     options = {
-        "model.attention": "hybrid", "model.n_layer": 6, "model.n_embd": 32, "model.n_head": 2,
+        "model.attention": "hybrid", "model.n_layer": 4, "model.n_embd": 32, "model.n_head": 2,
         "data.source": corpus.source, "data.val_source": corpus.val_source, "data.seq_len": 64,
         "data.tokenizer": corpus.tokenizer, "data.cache_dir": corpus.cache_dir,
         "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.eval_tokens": 64,

@@ -1,24 +1,33 @@
 """Runs the real command in a process of its own, and does to it what a machine may do.
 
 A process is forked (tests/forked.py): starting takes a moment, and what runs is `lingpt.cli.main` with a
-command line. `shim.c` is preloaded: it kills a process at one of its writing calls, or makes the call fail.
-Needs Linux, and a C compiler for the shim.
+command line. The second process of a run is forked too, unless `fresh` asks for one as users have it; in
+`make soak` all are. `shim.c` is preloaded: it kills a process at one of its writing calls, or makes the call
+fail. Needs Linux, and a C compiler for the shim.
 """
 
 import ctypes
 import hashlib
+import json
 import os
 import random
+import runpy
 import signal
 import sys
+import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import safetensors.numpy
 import yaml
+from lightning.fabric.strategies.launchers import subprocess_script
 
 from lingpt.common.files import file_sha256
+from lingpt.common.parent import STOP_SIGNALS
 from lingpt.common.run_folder import TRAIN_STATE, newest_checkpoint, read_metrics
 from lingpt.tests.forked import Forked, Outcome, fork
 
@@ -71,7 +80,11 @@ class Command(Forked):
         except FileNotFoundError:  # it has ended
             return []
         own = str(self.folder / "lingpt").encode()
-        return [int(pid) for pid in children if own in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [
+            int(pid)
+            for pid in children
+            if _began(self.folder, int(pid)).exists() or own in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
 
     def has_logged(self, step: int = 0) -> bool:
         """Whether it has added to the run's metrics by now, and come to `step`."""
@@ -105,11 +118,19 @@ class Harness:
         (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
         (folder / "lingpt").write_text(LAUNCHER)
 
-    def start(self, *argv: str, fault: Fault | None = None, hook: str = "", **env: str) -> Command:
-        """Starts `lingpt *argv`. hook: code that runs first, to make a moment long enough to be hit."""
+    def start(
+        self, *argv: str, fault: Fault | None = None, hook: str = "", fresh: bool = False, **env: str
+    ) -> Command:
+        """Starts `lingpt *argv`.
+
+        hook: code that runs first, to make a moment long enough to be hit. fresh: the second process, of a
+        run with two, is a new Python, which imports PyTorch for seconds.
+        """
+        fresh = fresh or "LINGPT_SOAK" in os.environ
+        second = not fresh and "--train.devices" in argv
         whole = {**os.environ, "OMP_NUM_THREADS": "1", **env, "HOOK": hook}
         argv = (str(self.folder / "lingpt"), *argv)
-        forked = fork(_run, self.folder, fault, hook, argv=argv, folder=self.folder, env=whole)
+        forked = fork(_run, self.folder, fault, hook, second, argv=argv, folder=self.folder, env=whole)
         self.started.append(Command(**vars(forked)))
         return self.started[-1]
 
@@ -121,8 +142,66 @@ class Harness:
             command.send_group(signal.SIGKILL)
 
 
-def _run(folder: Path, fault: Fault | None, hook: str) -> None:
+class Second:
+    """A process that waits until Lightning starts the second one of the run, and is then that one.
+
+    It is forked before the main process has done anything, and ends with it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.returncode: int | None = None
+        ours, self._words = os.pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._words)
+            with open(ours) as words:
+                line = words.read()
+            if not line:
+                os._exit(0)
+            # As in a child of Lightning's, signals are blocked until its handlers are there.
+            os.environ.clear()
+            sys.argv[1:], environment = json.loads(line)
+            os.environ.update(environment)
+            code = 1
+            try:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(ours)
+        self._folder, self._polled = folder, threading.Lock()
+
+    def start(self, command: list[str], env: dict[str, str], **_: Any) -> "Second":
+        """In place of `subprocess.Popen`."""
+        assert command[1] == sys.argv[0]
+        _began(self._folder, self.pid).touch()
+        os.write(self._words, json.dumps((command[2:], env)).encode())
+        os.close(self._words)
+        return self
+
+    def poll(self) -> int | None:
+        with self._polled:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _run(folder: Path, fault: Fault | None, hook: str, second: bool) -> None:
     """In the child: arms the shim, which also counts the calls, and calls the command."""
+    if second:
+        subprocess_script.subprocess = SimpleNamespace(Popen=Second(folder).start)
     fault = fault or Fault(call=sys.maxsize)
     shim = ctypes.CDLL(None)
     shim.fault_arm(

@@ -107,7 +107,7 @@ def test_a_signal_while_two_processes_start(harness, figures, seed):
     """Guards: exit code 2, and SIGUSR2 that killed a process which had no handler yet."""
     rng = random.Random(seed)
     number = signal.SIGUSR2 if seed == 0 else rng.choice(SIGNALS)
-    command = harness.start(*TRAIN, *TWO)
+    command = harness.start(*TRAIN, *TWO, fresh=True)
     command.wait_for(lambda: bool(command.others()))
     time.sleep(rng.uniform(0, 3))
     others = command.others()

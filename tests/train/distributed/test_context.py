@@ -74,50 +74,73 @@ def check_operators(context: Context) -> None:
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
-def check_model(form: str, context: Context, first: int, packed: bool) -> None:
-    """Loss and gradients of two sequences per group of pieces, whole ones or documents packed into them; this
-    group's are those from `first`."""
+def perturbed(form: str) -> GPT:
     sizes = {"n_layer": 4, "n_query_groups": 1} if form == "hybrid" else {"n_layer": 2}
     model = GPT.create(ModelArgs("demo", form, n_embd=32, n_head=2, vocab_size=64, **sizes).config(), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():  # also what starts at zero
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    blocks = torch.randint(64, (2 * RANKS // context.size, N + 1), generator=generator)
+    return model
 
-    def loss(blocks: torch.Tensor, borders: list[int]) -> torch.Tensor:
+
+def sequences(groups: int) -> torch.Tensor:
+    """Two for each group of pieces."""
+    return torch.randint(64, (2 * groups, N + 1), generator=torch.Generator().manual_seed(2))
+
+
+def loss_and_gradients(model: GPT, batches: list[torch.Tensor], packed: bool) -> torch.Tensor:
+    """Summed loss and each parameter's gradient, flat; of whole sequences or documents packed into them."""
+
+    def loss(blocks: torch.Tensor) -> torch.Tensor:
         if not packed:
             return NextTokenLoss(model)(blocks)
-        hidden = model.hidden(blocks[:, :-1], cu_seqlens=torch.tensor(borders))
+        borders = torch.tensor([0, 1, 30, N, 2 * N - 41, 2 * N, 2 * N, 2 * N])  # in the two sequences
+        hidden = model.hidden(blocks[:, :-1], cu_seqlens=borders)
         return cross_entropy_sum(hidden, model.lm_head.weight, blocks[:, 1:])
 
-    borders = [0, 1, 30, N, 2 * N - 41, 2 * N, 2 * N, 2 * N]  # in the two sequences of a group
-    whole = sum(loss(blocks[i : i + 2], borders) for i in range(0, len(blocks), 2))
-    whole.backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    model.recompute_blocks = not packed
+    total = sum(loss(blocks) for blocks in batches)
+    gradients = torch.autograd.grad(total, list(model.parameters()))
+    return torch.cat([total.detach()[None], *(x.flatten() for x in gradients)])
+
+
+def check_model(form: str, context: Context, first: int, expected: list[torch.Tensor]) -> None:
+    """Loss and gradients of two sequences per group of pieces, whole ones and documents packed into them (as
+    many kinds as are expected); this group's are those from `first`."""
+    model = perturbed(form)
     apply(model, context)
-    part = loss(own_piece(blocks[first : first + 2], context), borders)
-    part.backward()
-    total = part.detach().clone()
-    dist.all_reduce(total)
-    torch.testing.assert_close(total, whole.detach(), rtol=1e-6, atol=0)
-    for (name, parameter), gradient in zip(model.named_parameters(), expected, strict=True):
-        assert parameter.grad is not None and gradient is not None, (form, name)
-        dist.all_reduce(parameter.grad)
-        error = (parameter.grad - gradient).norm() / gradient.norm().clamp(min=1e-3)
-        assert error < 2e-5, (form, name, context.size, error)
+    own = own_piece(sequences(RANKS // context.size)[first : first + 2], context)
+    for packed, whole in enumerate(expected):
+        model.recompute_blocks = not packed
+        together = loss_and_gradients(model, [own], bool(packed))
+        dist.all_reduce(together)  # once, as each takes longer than the model
+        torch.testing.assert_close(together[0], whole[0], rtol=1e-6, atol=0)
+        sizes = [1, *(parameter.numel() for parameter in model.parameters())]
+        parts = zip(together.split(sizes)[1:], whole.split(sizes)[1:], strict=True)
+        for (name, _), (found, gradient) in zip(model.named_parameters(), parts, strict=True):
+            error = (found - gradient).norm() / gradient.norm().clamp(min=1e-3)
+            assert error < 2e-5, (form, name, context.size, error)
 
 
 def check_rank(rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    cases = [(size, FORMS[-1], False) for size in (2, 4)]
+    cases += [(RANKS, form, packed) for form in FORMS for packed in (False, True)]
+    # Each rank computes some of what is expected, and tells the others.
+    share = {}
+    for size, form, packed in cases[rank::RANKS]:
+        batches = list(sequences(RANKS // size).split(2))
+        share[size, form, packed] = loss_and_gradients(perturbed(form), batches, packed)
+    shares: list[dict] = [{}] * RANKS
+    dist.all_gather_object(shares, share)
+    expected = {case: whole for share in shares for case, whole in share.items()}
     for size in (2, 4, RANKS):
         context = connect(size, rank, timedelta(minutes=2))
         check_operators(context)
-        for i, form in enumerate(FORMS * 2 if size == RANKS else FORMS[-1:]):
-            check_model(form, context, first=2 * (rank // size), packed=i >= len(FORMS))
+        for form in FORMS if size == RANKS else FORMS[-1:]:
+            wholes = [expected[size, form, packed] for packed in (False, True)[: 1 + (size == RANKS)]]
+            check_model(form, context, 2 * (rank // size), wholes)
     dist.destroy_process_group()
 
 

@@ -8,9 +8,8 @@ import functools
 import json
 import os
 import shutil
+import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import yaml
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import newest_checkpoint, read_metrics
 from lingpt.models import load_model, save_model
+from lingpt.tests.forked import fork_script
 from lingpt.train import Recipe, train
 
 # Each run in an environment of its own, as a launcher would make it for this process.
@@ -78,20 +78,17 @@ def pair(folder: Path, *runs: tuple[Callable[[int], dict[str, str]], list[str]])
             ({**launcher(rank), "MASTER_PORT": port}, argv)
             for (launcher, argv), port in zip(runs, ports, strict=True)
         ]
-        command = [sys.executable, "-P", "-X", "faulthandler", "-c", RUNS, json.dumps(todo)]
         env = {**clean, "OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True))
+        started.append(fork_script(RUNS, json.dumps(todo), folder=folder, env=env))
     try:
-        outputs = [process.communicate(timeout=600) for process in started]
-        codes = [process.returncode for process in started]
+        outcomes = [process.end(600) for process in started]
         # The last lines first: a summary of failures shows no more of a message than how it begins.
-        said = "\n".join(line for output in outputs for text in output for line in text.splitlines()[:-41:-1])
-        assert codes == [0, 0], said
-        assert [out.count("validation loss") for out, _ in outputs] == [len(runs), 0], said
+        said = "\n".join(line for outcome in outcomes for line in outcome.output.splitlines()[:-41:-1])
+        assert [outcome.code for outcome in outcomes] == [0, 0], said
+        assert [outcome.output.count("validation loss") for outcome in outcomes] == [len(runs), 0], said
     finally:
         for process in started:
-            process.kill()
+            process.send_group(signal.SIGKILL)
 
 
 @pytest.mark.slow
