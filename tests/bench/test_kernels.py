@@ -17,7 +17,7 @@ from lingpt.bench.clock import Clock
 from lingpt.bench.environment import warn_if_shared
 from lingpt.bench.kernels import forms, inputs, measure, oracles, runner
 from lingpt.bench.kernels import results as kernel_results
-from lingpt.bench.kernels.call import TAIL, BenchCall, Graphs, base_of, interleaved_ratios
+from lingpt.bench.kernels.call import TAIL, BenchCall, Graphs, base_of, interleaved_ratios, relative_errors
 from lingpt.bench.kernels.implementations import (
     DECAYS,
     DEFAULT_IMPLEMENTATIONS,
@@ -657,6 +657,13 @@ def test_states_of_bf16_inputs_are_fp32(form: Callable[[inputs.Inputs], torch.Te
         results.append((o, *torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype))))
     for found, expected in zip(*results, strict=True):
         assert (found - expected).norm() < 6e-3 * expected.norm()
+
+
+def test_a_form_is_checked_at_more_tokens_than_the_tail_of_a_softmax() -> None:
+    """Guards: "q, k and log_gate must be [B, N, H, Dk]" instead of a row of the recurrent form."""
+    call = BenchCall(IMPLEMENTATIONS["form-recurrent"], Shape(1, TAIL + 8, 1, 8), torch.float32, CPU)
+    call.both()
+    assert max(relative_errors(call).values()) < 1e-5
 
 
 @pytest.mark.slow
