@@ -24,7 +24,7 @@ struct CopiesSm90 {
 #pragma unroll
       for (int panel = 0; panel < (CONFIG::STATE_ONLY ? 0 : PANELS); panel += GROUPS)
         load_tile<GROUPS, WHOLE>(block, block.tile(stage, Y_TILE) + panel * Shared::PANEL, Y_TILE, position,
-                                       PANEL_COLUMNS * panel);
+                                 PANEL_COLUMNS * panel);
       return;
     }
     if (CONFIG::PROJECTS) load_tile<PANELS, WHOLE>(block, block.tile(stage, A), A, position);
@@ -42,8 +42,7 @@ struct CopiesSm90 {
     int remaining = block.has_column(tensor, from_column + 8 * piece) ? block.p.N - position - first : 0;
     dst += swizzled<CHUNK>(first, piece);
 #pragma unroll UNROLL
-    for (int i = 0; i < CHUNK; i += STEP, src += step)
-      copy_async_16(dst + i * ROW_BYTES, src, WHOLE || i < remaining);
+    for (int i = 0; i < CHUNK; i += STEP, src += step) copy_async_16(dst + i * ROW_BYTES, src, WHOLE || i < remaining);
   }
   // Stores y from a tile of COLUMNS × 64 columns, its first row that of `position`.
   template <int COLUMNS>
