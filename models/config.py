@@ -131,8 +131,7 @@ class ModelArgs:
     attention: Annotated[str | list[str], Option(
         "one of the attentions, or a list with one per layer. Options may follow a `+` "
         "(`ours-gated+output_gate`); they hold for all layers that have them. `+softmax_every=6` makes the "
-        "fourth of each six layers softmax; `hybrid` is "
-        "ours-gated+output_gate+gate_activation=sigmoid+short_conv+softmax_every=6")] = "ours"
+        f"fourth of each six layers softmax; `hybrid` is {ALIASES['hybrid'].replace('+', ' + ')}")] = "ours"
     # fmt: on
 
     if TYPE_CHECKING:  # the sizes and options, which the decorator adds

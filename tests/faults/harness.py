@@ -142,7 +142,7 @@ class Harness:
             command.send_group(signal.SIGKILL)
 
 
-class Second:
+class SecondProcess:
     """A process that waits until Lightning starts the second one of the run, and is then that one.
 
     It is forked before the main process has done anything, and ends with it.
@@ -150,13 +150,13 @@ class Second:
 
     def __init__(self, folder: Path) -> None:
         self.returncode: int | None = None
-        ours, self._words = os.pipe()
+        read_end, self._write_end = os.pipe()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._words)
-            with open(ours) as words:
-                line = words.read()
+            os.close(self._write_end)
+            with open(read_end) as pipe:
+                line = pipe.read()
             if not line:
                 os._exit(0)
             # As in a child of Lightning's, signals are blocked until its handlers are there.
@@ -175,15 +175,15 @@ class Second:
                 sys.stderr.flush()
                 os._exit(code)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(ours)
+        os.close(read_end)
         self._folder, self._polled = folder, threading.Lock()
 
-    def start(self, command: list[str], env: dict[str, str], **_: Any) -> "Second":
+    def start(self, command: list[str], env: dict[str, str], **_: Any) -> "SecondProcess":
         """In place of `subprocess.Popen`."""
         assert command[1] == sys.argv[0]
         _began(self._folder, self.pid).touch()
-        os.write(self._words, json.dumps((command[2:], env)).encode())
-        os.close(self._words)
+        os.write(self._write_end, json.dumps((command[2:], env)).encode())
+        os.close(self._write_end)
         return self
 
     def poll(self) -> int | None:
@@ -201,7 +201,7 @@ class Second:
 def _run(folder: Path, fault: Fault | None, hook: str, second: bool) -> None:
     """In the child: arms the shim, which also counts the calls, and calls the command."""
     if second:
-        subprocess_script.subprocess = SimpleNamespace(Popen=Second(folder).start)
+        subprocess_script.subprocess = SimpleNamespace(Popen=SecondProcess(folder).start)
     fault = fault or Fault(call=sys.maxsize)
     shim = ctypes.CDLL(None)
     shim.fault_arm(
