@@ -21,7 +21,7 @@ from lingpt.hf.config import LinGPTConfig
 from lingpt.kernels.numerics import first_tokens
 from lingpt.models import Attention, Block
 from lingpt.models.attention.base import Fp32Buffers
-from lingpt.models.gpt import make_norm, rope_tables
+from lingpt.models.gpt import make_norm, make_shared_values, rope_tables
 from lingpt.models.init import init_weights
 
 # The cache's name in what a model returns: `past_key_values` in transformers 5.3, `cache` later.
@@ -88,6 +88,7 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         self.wte = nn.Embedding(own.padded_vocab_size, own.n_embd)
         self.h = nn.ModuleList(Block(own, layer_idx) for layer_idx in range(own.n_layer))
         self.ln_f = make_norm(own)
+        self.shared_values = make_shared_values(own)
         for name, table in zip(("cos", "sin"), rope_tables(own, torch.get_default_device()), strict=True):
             self.register_buffer(name, table, persistent=False)
         self.gradient_checkpointing = False
@@ -186,12 +187,15 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             cache.reserve(end)
             cache.seen = end
         cos_NR, sin_NR = (table[where].to(x_BNC.device) for table in (self.cos, self.sin))
+        values_BNV = None if self.shared_values is None else self.shared_values(x_BNC)
         hidden = [x_BNC]
         for block, state in zip(self.h, cache.layers if cache else [None] * len(self.h), strict=True):
             if self.gradient_checkpointing and self.training and state is None:
-                x_BNC = self._gradient_checkpointing_func(block, x_BNC, cos_NR, sin_NR, None, cu_seqlens)
+                x_BNC = self._gradient_checkpointing_func(
+                    block, x_BNC, cos_NR, sin_NR, None, cu_seqlens, values_BNV
+                )
             else:
-                x_BNC = block(x_BNC, cos_NR, sin_NR, state, cu_seqlens)
+                x_BNC = block(x_BNC, cos_NR, sin_NR, state, cu_seqlens, values_BNV)
             hidden.append(x_BNC)
         hidden[-1] = self.ln_f(x_BNC)
         return hidden

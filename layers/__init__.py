@@ -31,6 +31,12 @@ class LayerState:
     position: int = 0
 
 
+def check_alone(config: Config) -> None:
+    """Raises UserError for attention that needs a whole model around it."""
+    if config.shared_values_width is not None:
+        raise UserError("value_residual mixes in values that a whole model shares: leave it out of a layer")
+
+
 class AttentionLayer(Fp32Buffers):
     """The attention of one layer of a model with this configuration.
 
@@ -42,6 +48,7 @@ class AttentionLayer(Fp32Buffers):
 
     def __init__(self, config: Config, layer_idx: int = 0) -> None:
         super().__init__()
+        check_alone(config)
         name = self.attention_name = config.attention_per_layer[layer_idx]
         self.config = config
         self.attn = ATTENTIONS[name](config, layer_idx, **config.attention_options(name))

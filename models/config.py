@@ -28,7 +28,8 @@ class Config(Architecture):
     """A model: its sizes, the attention, and every attention's options.
 
     Raises UserError for an unknown attention, a list of the wrong length, or numbers that make no model.
-    `attention` is one name of `ATTENTIONS`, or a list with one per layer (a hybrid).
+    `attention` is one name of `ATTENTIONS`, or a list with one per layer (a hybrid). `shared_values_width`:
+    that of the values that layers with `value_residual` share; None if there are no such layers.
     """
 
     attention: str | list[str] = "ours"
@@ -53,12 +54,19 @@ class Config(Architecture):
                 "give one name, or one per layer"
             )
         given: dict[str, Any] = {}
+        widths = set[int]()  # of v, in layers with `value_residual`
         for name in set(layers):
             options = self.attention_options(name)
             for option, declared in ATTENTIONS[name].options().items():
                 declared.read(option, options[option])
             ATTENTIONS[name].check(self, **options)
             given |= options
+            if options.get("value_residual"):
+                widths.add(ATTENTIONS[name].v_width(self))
+        if len(widths) > 1:
+            each = " and ".join(map(str, sorted(widths)))
+            raise UserError(f"value_residual needs a v of the same width in all layers, not of {each}")
+        self.shared_values_width = max(widths, default=None)
         gates = given.get("output_gate") or given.get("softmax_gate") or "gla" in layers
         if given.get("gate_activation", "silu") != "silu" and not gates:
             raise UserError(

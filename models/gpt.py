@@ -11,6 +11,7 @@ Notable:
 import contextlib
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -125,6 +126,14 @@ def make_norm(config: Config) -> nn.LayerNorm | nn.RMSNorm:
     return norm(config.n_embd, eps=config.norm_eps)
 
 
+def make_shared_values(config: Config) -> nn.Sequential | None:
+    """The embeddings' projection that layers with `value_residual` mix into their v; None without any."""
+    if config.shared_values_width is None:
+        return None
+    linear = nn.Linear(config.n_embd, config.shared_values_width, bias=config.bias or config.attn_bias)
+    return nn.Sequential(OrderedDict(norm=make_norm(config), linear=linear))
+
+
 class Block(nn.Module):
     """One layer. Attention and MLP read the same input, or with `parallel_residual: false` one after the
     other."""
@@ -134,7 +143,9 @@ class Block(nn.Module):
         name = config.attention_per_layer[layer_idx]
         self.config = config
         self.norm_1 = make_norm(config)
-        self.attn = ATTENTIONS[name](config, layer_idx, **config.attention_options(name))
+        options = config.attention_options(name)
+        self.attn = ATTENTIONS[name](config, layer_idx, **options)
+        self.mixes_values = options.get("value_residual", False)
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config) if config.mlp_class_name == "GptNeoxMLP" else GatedMLP(config)
 
@@ -145,19 +156,26 @@ class Block(nn.Module):
         sin_NR: torch.Tensor,
         state: Any = None,
         cu_seqlens: torch.Tensor | None = None,
+        values_BNV: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[B, N, C]` → the same; `state` is the attention's decoding state, cu_seqlens are those of
-        `GPT.hidden`."""
-        attended = self.attn(self.norm_1(x_BNC), cos_NR, sin_NR, state, cu_seqlens) + x_BNC
+        `GPT.hidden`, values `make_shared_values`'s."""
+        values = (values_BNV,) if self.mixes_values else ()
+        attended = self.attn(self.norm_1(x_BNC), cos_NR, sin_NR, state, cu_seqlens, *values) + x_BNC
         return self.mlp(self.norm_2(x_BNC if self.config.parallel_residual else attended)) + attended
 
 
 def _with_copied_state(
-    block: Block, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any
+    block: Block,
+    x_BNC: torch.Tensor,
+    cos_NR: torch.Tensor,
+    sin_NR: torch.Tensor,
+    state: Any,
+    values_BNV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Any]:
     """The block's output and the state after it; `state` is unchanged, as the block may run again."""
     after = copy.copy(state)
-    return block(x_BNC, cos_NR, sin_NR, after), after
+    return block(x_BNC, cos_NR, sin_NR, after, values_BNV=values_BNV), after
 
 
 def rope_tables(
@@ -222,6 +240,8 @@ class GPT(Fp32Buffers):
                 "ln_f": make_norm(config),
             }
         )
+        if (values := make_shared_values(config)) is not None:
+            self.transformer["shared_values"] = values
         if config.tie_embeddings:
             self.lm_head = TiedHead(cast(nn.Embedding, self.transformer["wte"]))
         for name, table in zip(("cos", "sin"), rope_tables(config, torch.get_default_device()), strict=True):
@@ -297,12 +317,13 @@ class GPT(Fp32Buffers):
             hidden_BNC = self.hidden_with_state(idx_BN, cos_NR, sin_NR, state.layers, cu_seqlens)
             state.position = end
             return hidden_BNC
-        x_BNC = self.transformer["wte"](idx_BN)
+        x_BNC, values_BNV = self.embed(idx_BN)
         recomputes = self.recompute_blocks and torch.is_grad_enabled()
         inputs = HostInputs() if recomputes and self.inputs_on_host else contextlib.nullcontext()
         for i, block in enumerate(self.blocks):
             before = None if carried is None else carried.layers[i]
             run: Any = block if before is None else partial(_with_copied_state, block, state=before)
+            run = partial(run, values_BNV=values_BNV)  # no argument of `checkpoint`, which would offload it
             if recomputes:  # no dropout, so there is no random state to keep
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
             with inputs:
@@ -326,11 +347,16 @@ class GPT(Fp32Buffers):
     ) -> torch.Tensor:
         """`hidden`, `[B, N, C]`, of tokens that continue those the layers' states have seen; updates the
         states. cos and sin `[N, R]` are those of the tokens' positions."""
-        x_BNC = self.transformer["wte"](idx_BN)
+        x_BNC, values_BNV = self.embed(idx_BN)
         for block, layer_state in zip(self.blocks, layers, strict=True):
             # `forward`, as a compiled call would recompile for each length.
-            x_BNC = block.forward(x_BNC, cos_NR, sin_NR, layer_state, cu_seqlens)
+            x_BNC = block.forward(x_BNC, cos_NR, sin_NR, layer_state, cu_seqlens, values_BNV)
         return self.transformer["ln_f"](x_BNC)
+
+    def embed(self, idx_BN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The embeddings `[B, N, C]` and, if layers share values, these, `[B, N, V]`."""
+        x_BNC, name = self.transformer["wte"](idx_BN), "shared_values"
+        return x_BNC, self.transformer[name](x_BNC) if name in self.transformer else None
 
     def check_length(self, tokens: int) -> None:
         """Raises UserError for a sequence longer than the block size, the length of the rotary tables."""

@@ -113,4 +113,7 @@ def _activations(model: GPT, size: _Bytes, activation_checkpointing: bool, offlo
     inputs = (layers + 1) * config.n_embd  # inputs of each layer, in the weights' dtype
     if not config.parallel_residual:  # and that of the second norm
         inputs += (1 if activation_checkpointing else config.n_layer) * config.n_embd
-    return (max(kept) if activation_checkpointing else sum(kept)) * size.activation + inputs * size.weight
+    saved = max(kept) if activation_checkpointing else sum(kept)
+    if config.shared_values_width is not None:  # these values, and the input of their projection
+        saved += config.shared_values_width + config.n_embd
+    return saved * size.activation + inputs * size.weight

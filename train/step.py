@@ -76,8 +76,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon (Jordan 2024) on the matrices of the blocks and AdamW on the rest, as one optimizer: their groups,
-    Muon's first, and their state are its own."""
+    """Muon (Jordan 2024) on the matrices of linear layers and AdamW on the rest, as one optimizer: their
+    groups, Muon's first, and their state are its own."""
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
         self.parts = (muon, adamw)

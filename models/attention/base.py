@@ -51,6 +51,9 @@ class Attention(Fp32Buffers, ABC):
       its shapes and Python numbers grows. For keys and values this needs a `KVCache` (softmax.py)
     - the state is an object with attributes, whose tensors keep their number, shapes and dtypes, although
       they may be new tensors; its other attributes do not change
+
+    A mechanism with the option `value_residual` mixes the model's shared values, `[B, N, v_width]`, into its
+    own (`mix_values`); `forward` then gets them as one more argument.
     """
 
     hf_exportable: bool = False  # can a stock model of transformers compute the same from its tensors?
@@ -79,6 +82,11 @@ class Attention(Fp32Buffers, ABC):
     @classmethod
     def check(cls, config: Architecture, *args: Any, **options: Any) -> None:
         """Raises UserError for a configuration and options that the mechanism cannot be built from."""
+
+    @classmethod
+    def v_width(cls, config: Architecture) -> int:
+        """The width of v of all heads."""
+        return config.qkv_sizes[2]
 
     @classmethod
     @abstractmethod
@@ -142,11 +150,30 @@ GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] =
 }
 GATE_ACTIVATION = Option("the activation in `output_gate`, `softmax_gate` and the gate of `gla`")
 INPUT_GATE = Option("scale each token's v in `ours*` and `gla`, by a number per head")
+VALUE_RESIDUAL = Option("mix into each layer's v a projection of the token embeddings that all layers share")
 
 
 def gate_values(v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """v `[…, H, D]` times 2·sigmoid of the gate `[…, H]`."""
     return v * (2 * torch.sigmoid(gate)).unsqueeze(-1).to(v.dtype)
+
+
+def mix_values(
+    rows_BNW: torch.Tensor, first: int, values_BNV: torch.Tensor | None, mix_H: torch.Tensor | None
+) -> torch.Tensor:
+    """The rows with v + σ(mix)·(values − v), a mix for each head, in the place of v, the V columns from
+    `first` on; without a mix, the rows as they are.
+
+    Value residuals (arXiv 2410.17897), but of values that come from the token embeddings alone: decoding
+    keeps none of them, and the first layer is like all others.
+    """
+    if mix_H is None:
+        return rows_BNW
+    assert values_BNV is not None
+    before, v, behind = rows_BNW.tensor_split((first, first + values_BNV.shape[-1]), dim=-1)
+    v, values = (x.unflatten(-1, (len(mix_H), -1)) for x in (v, values_BNV))
+    mixed = v + torch.sigmoid(mix_H).to(v.dtype).unsqueeze(1) * (values - v)
+    return torch.cat((before, mixed.flatten(-2), behind), dim=-1)
 
 
 class QKVAttention(Attention):
@@ -177,6 +204,14 @@ class QKVAttention(Attention):
         config = self.config
         self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if wanted else None
         self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if wanted else None
+
+    def add_value_residual(self, wanted: bool) -> None:
+        """Creates the parameter of `mix_values`, or sets it to None."""
+        self.value_mix = nn.Parameter(torch.zeros(self.config.n_query_groups)) if wanted else None
+
+    def project(self, x_BNC: torch.Tensor, values_BNV: torch.Tensor | None) -> torch.Tensor:
+        """q, k and v side by side, v mixed with the shared values."""
+        return mix_values(self.qkv(x_BNC), sum(self.config.qkv_sizes[:2]), values_BNV, self.value_mix)
 
     def split_heads(self, rows_BNW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k together `[B, N, H + G, D]`, after their norms if they have some, and v `[B, N, G, D]`."""

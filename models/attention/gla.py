@@ -6,8 +6,8 @@
 
 No rotary embeddings, as in the paper. One projection, `qkvr`, gives q, k, v and r, with Pythia's biases.
 With `short_conv` a causal convolution of width 4 and a SiLU are applied to q, k and v, as in FLA's layer;
-without the SiLU GLA does not learn to recall (docs/results/gate/learning). `gate_activation` (of swish) and
-`input_gate` are those of ours.py.
+without the SiLU GLA does not learn to recall (docs/results/gate/learning). `gate_activation` (of swish),
+`input_gate` and `value_residual` are those of ours.py.
 """
 
 from typing import Annotated, Any, Literal
@@ -30,10 +30,12 @@ from lingpt.models.attention.base import (
     GATE_ACTIVATION,
     GATE_ACTIVATIONS,
     INPUT_GATE,
+    VALUE_RESIDUAL,
     Attention,
     GateActivation,
     RecurrentState,
     gate_values,
+    mix_values,
 )
 from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, apply_short_conv, identity_filter
 
@@ -69,6 +71,7 @@ class GLAAttention(Attention):
         short_conv: Annotated[bool, SHORT_CONV] = False,
         gate_activation: Annotated[GateActivation, GATE_ACTIVATION] = "silu",
         input_gate: Annotated[bool, INPUT_GATE] = False,
+        value_residual: Annotated[bool, VALUE_RESIDUAL] = False,
     ) -> None:
         super().__init__()
         self.gate_activation = GATE_ACTIVATIONS[gate_activation]
@@ -79,6 +82,7 @@ class GLAAttention(Attention):
         self.gate_down = nn.Linear(config.n_embd, GATE_RANK, bias=False)
         self.gate_up = nn.Linear(GATE_RANK, self.d_k, bias=True)
         self.input_gate = nn.Linear(config.n_embd, gla_n_head, bias=False) if input_gate else None
+        self.value_mix = nn.Parameter(torch.zeros(gla_n_head)) if value_residual else None
         self.norm = nn.LayerNorm(self.d_v // self.n_head, eps=config.norm_eps)
         self.proj = nn.Linear(self.d_v, config.n_embd, bias=config.bias)
 
@@ -90,6 +94,10 @@ class GLAAttention(Attention):
                 f"gla_n_head={gla_n_head} must divide n_embd={config.n_embd} and "
                 f"gla_expand_k={gla_expand_k:g} times it, {d_k:g}"
             )
+
+    @classmethod
+    def v_width(cls, config: Architecture) -> int:
+        return config.n_embd
 
     @classmethod
     def kernel_name(
@@ -116,9 +124,11 @@ class GLAAttention(Attention):
         sin_NR: torch.Tensor,
         state: RecurrentState | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        values_BNV: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[B, N, C]` → the same; cos and sin are not read. `state.value`: `[B, H, d_k/H, d_v/H]` in fp32."""
         qkv, r = self.qkvr(x_BNC).split((2 * self.d_k + self.d_v, self.d_v), dim=-1)
+        qkv = mix_values(qkv, 2 * self.d_k, values_BNV, self.value_mix)
         if self.conv is not None:
             qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens, silu=True, context=self.context)
         q, k, v = (  # [B, N, H, d_k/H or d_v/H]
@@ -152,6 +162,8 @@ class GLAAttention(Attention):
             saved += 2 * self.d_k + self.d_v  # the convolution's input
         if self.input_gate is not None:
             saved += 2 * self.d_v + self.n_head  # v before it, with and without the SiLU, and the gate
+        if self.value_mix is not None and self.gate_activation is F.silu:  # a sigmoid needs no qkvr besides
+            saved += 2 * (self.d_k + self.d_v)  # the new q, k and v, and u − v
         return saved
 
     def sent_elements(self, tokens: int, pieces: int) -> int:
@@ -164,4 +176,5 @@ class GLAAttention(Attention):
         return RecurrentState()
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
-        return {"conv": identity_filter(2 * self.d_k + self.d_v), "input_gate.weight": 0.0}
+        conv = identity_filter(2 * self.d_k + self.d_v)
+        return {"conv": conv, "input_gate.weight": 0.0, "value_mix": 0.0}

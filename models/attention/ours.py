@@ -16,6 +16,8 @@ Its options are not in the paper; `ours-decay` and `ours-gated` have them too:
     short_conv      a causal convolution of width 4 over q, k and v (short_conv.py)
     input_gate      each token's v, convolved, times 2·sigmoid(x·w_h), a number per head that starts at 1; the
                     normaliser does not count it
+    value_residual  v, before the convolution, plus σ(p)·(u − v), p a number per head that starts at 0; u is a
+                    projection of the token embeddings, one for all layers (`mix_values` in base.py)
     conv_silu       a SiLU after it, as in FLA's GLA layer and in Mamba-2 (arXiv 2405.21060)
     constant        false (only without the normaliser): a = 0. `ours-decay` is then RetNet's retention (arXiv
                     2307.08621) with unit q and k, `ours-gated` simple GLA, the same as Mamba-2's SSD
@@ -42,6 +44,7 @@ from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import (
     GATE_ACTIVATION,
     INPUT_GATE,
+    VALUE_RESIDUAL,
     GateActivation,
     QKVAttention,
     RecurrentState,
@@ -84,6 +87,7 @@ class OursAttention(QKVAttention):
         ] = None,
         short_conv: Annotated[bool, SHORT_CONV] = False,
         input_gate: Annotated[bool, INPUT_GATE] = False,
+        value_residual: Annotated[bool, VALUE_RESIDUAL] = False,
         conv_silu: Annotated[bool, Option("a SiLU after the convolution of `ours*`, as in `gla`")] = False,
         constant: Annotated[
             bool,
@@ -107,6 +111,7 @@ class OursAttention(QKVAttention):
         self.a_offset = nn.Parameter(torch.zeros(config.n_head)) if free_a else None
         self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if short_conv else None  # [4, W]
         self.input_gate = nn.Linear(config.n_embd, config.n_head, bias=False) if input_gate else None
+        self.add_value_residual(value_residual)
         self.add_output_gate(output_gate, gate_activation)
         self.add_qk_norm(config.norm_qk)
         self.register_buffer("log_decay", None, persistent=False)
@@ -178,10 +183,14 @@ class OursAttention(QKVAttention):
         return b + (b.clamp(-1.0, 1.0) - b).detach()
 
     def operator_inputs(
-        self, x_BNC: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
+        self,
+        x_BNC: torch.Tensor,
+        state: RecurrentState | None,
+        cu_seqlens: torch.Tensor | None,
+        values_BNV: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """The operator's inputs: qkv `[B, N, 3, H, D]`, convolved, and the arguments that give the decay."""
-        return self.packed_qkv(x_BNC, state, cu_seqlens), {"log_decay": self.log_decay}
+        return self.packed_qkv(x_BNC, state, cu_seqlens, values_BNV), {"log_decay": self.log_decay}
 
     @property
     def is_packed(self) -> bool:
@@ -190,32 +199,31 @@ class OursAttention(QKVAttention):
         return self.q_norm is None and self.config.n_query_groups == self.config.n_head
 
     def packed_qkv(
-        self, x_BNC: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
+        self,
+        x_BNC: torch.Tensor,
+        state: RecurrentState | None,
+        cu_seqlens: torch.Tensor | None,
+        values_BNV: torch.Tensor | None,
     ) -> torch.Tensor:
         """qkv `[B, N, 3, H, D]`, convolved, v behind its gate; updates the state's `conv`. A view of the
         projection's output, or a copy in which k and v are repeated for all heads of q that share them."""
-        qkv = self.convolved_qkv(x_BNC, state, cu_seqlens)
-        if self.input_gate is None:
-            return qkv
-        qk, v = qkv.split((2, 1), dim=2)
-        return torch.cat((qk, gate_values(v, self.input_gate(x_BNC).unsqueeze(2))), dim=2)
-
-    def convolved_qkv(
-        self, x_BNC: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
-    ) -> torch.Tensor:
-        """`packed_qkv` before the gate of v."""
         H, G, D = self.config.n_head, self.config.n_query_groups, self.config.head_size
-        rows = self.qkv(x_BNC)
+        rows = self.project(x_BNC, values_BNV)
         if self.conv is not None:
             rows = apply_short_conv(
                 rows, self.conv, state, cu_seqlens, silu=self.conv_silu, context=self.context
             )
         if self.is_packed:
-            return rows.unflatten(2, (3, H, D))
-        qk, v = self.split_heads(rows)
-        q, k = qk.split((H, G), dim=2)
-        k, v = (t.unsqueeze(3).expand(-1, -1, -1, H // G, -1) for t in (k, v))
-        return torch.stack((q.unflatten(2, (G, -1)), k, v), dim=2).flatten(3, 4)
+            qkv = rows.unflatten(2, (3, H, D))
+        else:
+            qk, v = self.split_heads(rows)
+            q, k = qk.split((H, G), dim=2)
+            k, v = (t.unsqueeze(3).expand(-1, -1, -1, H // G, -1) for t in (k, v))
+            qkv = torch.stack((q.unflatten(2, (G, -1)), k, v), dim=2).flatten(3, 4)
+        if self.input_gate is None:
+            return qkv
+        qk, v = qkv.split((2, 1), dim=2)
+        return torch.cat((qk, gate_values(v, self.input_gate(x_BNC).unsqueeze(2))), dim=2)
 
     def forward(
         self,
@@ -224,9 +232,10 @@ class OursAttention(QKVAttention):
         sin_NR: torch.Tensor,
         state: RecurrentState | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        values_BNV: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[B, N, C]` → the same; `state.value` is the operator's state after the last token, fp32."""
-        qkv, decay = self.operator_inputs(x_BNC, state, cu_seqlens)
+        qkv, decay = self.operator_inputs(x_BNC, state, cu_seqlens, values_BNV)
         inputs = qkv, cos_NR, sin_NR, self.b()
         backend = self.backend if self.training else "auto"
         options: dict[str, Any] = dict(a=self.a(), normalize=self.normalize, backend=backend, **decay)
@@ -248,6 +257,8 @@ class OursAttention(QKVAttention):
             saved += projected * (2 if self.conv_silu else 1)  # the convolution's input, and the SiLU's
         if self.input_gate is not None:
             saved += projected + H  # what it multiplies, and the gate
+        if self.value_mix is not None:
+            saved += self.config.qkv_sizes[2]  # u − v
         if self.q_norm is not None:
             saved += projected  # the norms' input
         if self.gate_proj is not None:
@@ -266,4 +277,5 @@ class OursAttention(QKVAttention):
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
         conv = identity_filter(sum(self.config.qkv_sizes))
-        return {"a_offset": 0.0, "b_offset": 0.0, "conv": conv, "input_gate.weight": 0.0}
+        zeros = dict.fromkeys(("a_offset", "b_offset", "input_gate.weight", "value_mix"), 0.0)
+        return zeros | {"conv": conv}

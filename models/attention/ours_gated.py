@@ -15,7 +15,7 @@ from torch import nn
 
 from lingpt.kernels.linear_attention.call import logarithm_of_gate
 from lingpt.models.architecture import Architecture
-from lingpt.models.attention.base import RecurrentState, gate_values, is_plain_linear
+from lingpt.models.attention.base import RecurrentState, gate_values, is_plain_linear, mix_values
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import log_decay
 from lingpt.models.attention.short_conv import apply_short_conv
@@ -34,7 +34,11 @@ class OursGatedAttention(OursAttention):
         self.decay_bias = nn.Parameter(decay_bias(config.n_head).to(torch.get_default_device()))
 
     def operator_inputs(
-        self, x_BNC: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
+        self,
+        x_BNC: torch.Tensor,
+        state: RecurrentState | None,
+        cu_seqlens: torch.Tensor | None,
+        values_BNV: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """The operator's inputs. In training, q, k, v and the gates come from one matrix product, so that x
         is read once and its gradient written once.
@@ -44,26 +48,29 @@ class OursGatedAttention(OursAttention):
         """
         if state is None and self.is_packed and all(map(is_plain_linear, self.projections())):
             gates = {"gate_bias": self.decay_bias, "head_size": self.config.head_size}
-            return self.project_qkv_and_decay(x_BNC, cu_seqlens), gates
+            return self.project_qkv_and_decay(x_BNC, cu_seqlens, values_BNV), gates
         log_decay = logarithm_of_gate(self.decay_proj(x_BNC), self.decay_bias)
-        return self.packed_qkv(x_BNC, state, cu_seqlens), {"log_decay": log_decay}
+        return self.packed_qkv(x_BNC, state, cu_seqlens, values_BNV), {"log_decay": log_decay}
 
     def project_qkv_and_decay(
-        self, x_BNC: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+        self,
+        x_BNC: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        values_BNV: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[B, N, 3·H·D + P]`: q, k and v (convolved), the gates before their bias, those of v, if it has
         some, and zeros as padding."""
         fill = self.row_fill()
         weight = F.pad(torch.cat([layer.weight for layer in self.projections()]), (0, 0, 0, fill))
         bias = None if self.qkv.bias is None else F.pad(self.qkv.bias, (0, self.gates() + fill))
-        rows = F.linear(x_BNC, weight, bias)
+        H, D = self.config.n_head, self.config.head_size
+        rows = mix_values(F.linear(x_BNC, weight, bias), 2 * H * D, values_BNV, self.value_mix)
         if self.conv is not None:
             rows = apply_short_conv(
                 rows, self.conv, cu_seqlens=cu_seqlens, silu=self.conv_silu, context=self.context
             )
         if self.input_gate is None:
             return rows
-        H, D = self.config.n_head, self.config.head_size
         qk, v, decay, behind = rows.split((2 * H * D, H * D, H, H + fill), dim=2)
         v = gate_values(v.unflatten(2, (H, D)), behind[..., :H]).flatten(2)
         return torch.cat((qk, v, decay, behind), dim=2)

@@ -28,7 +28,13 @@ from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import first_tokens
 from lingpt.kernels.sdpa import causal_mask, packed_attention, sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.architecture import Architecture
-from lingpt.models.attention.base import GATE_ACTIVATION, ConvState, GateActivation, QKVAttention
+from lingpt.models.attention.base import (
+    GATE_ACTIVATION,
+    VALUE_RESIDUAL,
+    ConvState,
+    GateActivation,
+    QKVAttention,
+)
 from lingpt.models.attention.short_conv import WIDTH, apply_short_conv, identity_filter
 
 SDPA = {
@@ -151,12 +157,16 @@ class SoftmaxAttention(QKVAttention):
             int | None,
             Option("tokens that a token of `softmax` sees, itself among them; all by default", least=1),
         ] = None,
+        value_residual: Annotated[bool, VALUE_RESIDUAL] = False,
     ) -> None:
         super().__init__(config, layer_idx)
         own_norm = softmax_qk_norm and not config.norm_qk
         self.sdpa, self.window = sdpa, softmax_window
-        self.hf_exportable = not (softmax_conv or softmax_gate or own_norm or softmax_window)
+        self.hf_exportable = not (
+            softmax_conv or softmax_gate or own_norm or softmax_window or value_residual
+        )
         self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if softmax_conv else None  # [4, W]
+        self.add_value_residual(value_residual)
         self.add_output_gate(softmax_gate, gate_activation)
         self.add_qk_norm(softmax_qk_norm or config.norm_qk)
 
@@ -205,9 +215,10 @@ class SoftmaxAttention(QKVAttention):
         sin_NR: torch.Tensor,
         state: KVCache | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        values_BNV: torch.Tensor | None = None,
     ) -> torch.Tensor:
         H, G = self.config.n_head, self.config.n_query_groups
-        qkv = self.qkv(x_BNC)
+        qkv = self.project(x_BNC, values_BNV)
         if self.conv is not None:
             qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens, context=self.context)
         qk, v = self.split_heads(qkv)
@@ -301,6 +312,8 @@ class SoftmaxAttention(QKVAttention):
         saved = 3 * q + 2 * k + v  # qkv (v is a view of it), rotated q and k, o
         if self.conv is not None:
             saved += q + k + v  # the convolution's input
+        if self.value_mix is not None:
+            saved += v  # u − v
         if self.q_norm is not None:
             saved += (q + k) // 2  # of the norms' results: compiled blocks keep less, eager ones more
         if self.gate_proj is not None:
@@ -321,7 +334,7 @@ class SoftmaxAttention(QKVAttention):
         return KVCache(k, v)
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
-        return {"conv": identity_filter(sum(self.config.qkv_sizes))}
+        return {"conv": identity_filter(sum(self.config.qkv_sizes)), "value_mix": 0.0}
 
 
 def split_kv_attention(

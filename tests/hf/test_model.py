@@ -20,6 +20,8 @@ FORMS = [
     "gla+short_conv+gate_activation=sigmoid+input_gate",
     "ours+learnable_b+short_conv",
     "hybrid+input_gate+softmax_window=5",
+    "hybrid+value_residual",
+    "softmax+value_residual",
 ]
 
 

@@ -115,6 +115,7 @@ def test_mistakes_are_one_line(tokens, tmp_path):
         ((model, "ours", [7]), r"layers=\[7\] of attention 'ours': give some of 0 to 3"),
         ((model, "hybrid", [3]), r"leaves some of the layers \[3\] softmax: give a linear one"),
         ((model, "our"), "unknown attention 'our'"),
+        ((model, "ours+value_residual"), "values that a whole model shares"),
     ):
         with pytest.raises(UserError, match=line):
             replace_attention(*given)

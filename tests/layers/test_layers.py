@@ -80,6 +80,7 @@ def test_mistakes_are_one_line():
         (lambda: LinearAttention(64, 4, 3), "n_head=4 must be a multiple of n_query_groups=3"),
         (lambda: LinearAttention(64, 4, colour=1), "colour is not an option of the layer, which has backend"),
         (lambda: LinearAttention(64, 4, conv_silu=True), "conv_silu=True needs short_conv=True"),
+        (lambda: LinearAttention(64, 4, value_residual=True), "values that a whole model shares"),
     ):
         with pytest.raises(UserError, match=line):
             wrong()

@@ -195,6 +195,57 @@ def test_options_start_as_the_plain_attention(small, tokens):
                 assert torch.equal(with_option, without)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ours", {}),
+        ("ours", {"n_query_groups": 2}),
+        ("ours-gated", {"short_conv": True, "input_gate": True}),
+        ("softmax", {"softmax_conv": True, "n_query_groups": 2}),
+        ("gla", {"short_conv": True, "input_gate": True}),
+    ],
+)
+def test_value_residual_is_its_formula(small, name, options):
+    """The plain layer, with v + σ(p)·(u − v) in the place of v in the projection's output."""
+    mixing, plain = (small(name, value_residual=on, **options).double() for on in (True, False))
+    layer, generator = mixing.blocks[0].attn, torch.Generator().manual_seed(2)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    assert set(plain.blocks[0].attn.load_state_dict(layer.state_dict(), strict=False)[1]) == {"value_mix"}
+    config, N = mixing.config, 23
+    x = torch.randn(2, N, 64, dtype=torch.float64, generator=generator)
+    u = torch.randn(2, N, config.shared_values_width, dtype=torch.float64, generator=generator)
+    projection = plain.blocks[0].attn.qkvr if name == "gla" else plain.blocks[0].attn.qkv
+    first = 64 if name == "gla" else sum(config.qkv_sizes[:2])
+    rows = projection(x)
+    v = rows[..., first : first + u.shape[-1]]
+    part = torch.sigmoid(layer.value_mix).repeat_interleave(u.shape[-1] // len(layer.value_mix))
+    v += part * (u - v)
+    projection.forward = lambda x: rows
+    cos, sin = mixing.cos[:N], mixing.sin[:N]
+    torch.testing.assert_close(layer(x, cos, sin, None, None, u), plain.blocks[0].attn(x, cos, sin))
+
+
+@pytest.mark.parametrize("llama", [False, True])
+def test_all_layers_share_one_projection_of_the_embeddings(small, tokens, llama):
+    """The same in all layers that have the option, half of it at first; `unified` has none."""
+    sizes = {"bias": False, "norm_class_name": "RMSNorm", "parallel_residual": False} if llama else {}
+    model, given = small(["softmax", "unified", "ours-gated"], value_residual=True, **sizes).double(), []
+    for block in model.blocks:
+        block.attn.register_forward_hook(lambda _, args, y: given.append(args[5:]))
+    model(tokens)
+    shared, x = model.transformer["shared_values"], model.transformer["wte"](tokens)
+    x = (
+        x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt()
+        if llama
+        else ((x - x.mean(-1, keepdim=True)) / x.var(-1, keepdim=True, correction=0).add(1e-5).sqrt())
+    )
+    assert (shared.linear.bias is None) == llama and given[1] == ()
+    torch.testing.assert_close(given[0][0], x @ shared.linear.weight.T)
+    assert given[0][0] is given[2][0]
+    assert all(torch.equal(model.blocks[i].attn.value_mix, torch.zeros(4).double()) for i in (0, 2))
+
+
 def test_the_decay_is_retnets():
     """γ_h = 1 − 2^(−5 − 8h/H): the first head remembers about 32 tokens, the last thousands."""
     gamma = log_decay(16).double().exp()

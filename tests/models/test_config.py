@@ -119,6 +119,11 @@ def test_config_survives_json():
         ({"attention": "ours-gated", "normalize": False}, "normalize=False needs output_gate=True"),
         ({"attention": "ours+conv_silu"}, "conv_silu=True needs short_conv=True"),
         ({"attention": "ours+constant=false"}, "constant=False needs output_gate=True without"),
+        ({"attention": "unified+value_residual"}, "'value_residual' is not an option of unified"),
+        (
+            {"attention": ["ours", "gla"] * 2, "n_query_groups": 1, "value_residual": True},
+            "value_residual needs a v of the same width in all layers, not of 64 and 128",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(arguments: dict, message: str):

@@ -321,6 +321,7 @@ FORMS = (
     "gla",
     "gla+short_conv+gate_activation=sigmoid+input_gate",
     "hybrid+softmax_every=3",
+    "hybrid+softmax_every=3+value_residual",
 )
 PRECISIONS = {  # the weights' dtype, and autocast's
     "bf16": (torch.bfloat16, None),

@@ -25,7 +25,7 @@ def gradients(gpt: GPT, idx: torch.Tensor) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("form", ["ours", "hybrid"])
+@pytest.mark.parametrize("form", ["ours", "hybrid", "hybrid+value_residual"])
 def test_inputs_wait_in_the_hosts_memory(form, device):
     sizes = {"n_layer": 6, "n_embd": 32, "n_head": 2, "vocab_size": 64}
     gpt = GPT.create(ModelArgs("demo", form, **sizes).config(), 0, device)
@@ -36,7 +36,7 @@ def test_inputs_wait_in_the_hosts_memory(form, device):
     gpt.inputs_on_host = True
     for _ in range(2):
         found, alive = gradients(gpt, idx)
-        assert alive == 0
+        assert alive == ("value_residual" in form)  # the embeddings, of which the shared values are made
         assert all(map(torch.equal, found, expected))
     with torch.no_grad():
         assert torch.isfinite(gpt(idx)).all()

@@ -9,6 +9,8 @@ from lingpt.models import GPT, Config, memory_estimate
 
 from .conftest import LLAMA
 
+GLA_ALL = {"short_conv": True, "input_gate": True, "gate_activation": "sigmoid"}
+
 
 def kept_for_backward(model, idx) -> int:
     """Bytes that autograd keeps for backward, each storage once, parameters and constants apart."""
@@ -54,7 +56,12 @@ def test_activations_are_what_autograd_keeps(small, variant):
         ("ours-gated", {"input_gate": True}),
         ("ours-gated", {"input_gate": True, "output_gate": True, "short_conv": True}),
         ("gla", {"short_conv": True}),
-        ("gla", {"short_conv": True, "input_gate": True, "gate_activation": "sigmoid"}),
+        ("softmax", {"value_residual": True}),
+        ("ours", {"value_residual": True}),
+        ("ours-gated", {"value_residual": True, "output_gate": True, "short_conv": True}),
+        ("gla", {"value_residual": True, "short_conv": True}),
+        ("gla", GLA_ALL | {"value_residual": True}),
+        ("gla", GLA_ALL),
         ("softmax", LLAMA | {"norm_qk": False}),
         ("softmax", LLAMA),
         ("ours-gated", LLAMA | {"norm_qk": False, "output_gate": True, "short_conv": True}),

@@ -19,8 +19,9 @@ ATTENTIONS = [
     "softmax-best",
     "softmax-best+softmax_window=20",
     "gla",
-    "gla+short_conv+gate_activation=sigmoid+input_gate",
+    "gla+short_conv+gate_activation=sigmoid+input_gate+value_residual",
     "hybrid",
+    "hybrid+value_residual",
 ]
 BORDERS = [0, 1, 30, 65, 100, 103, 170, 200]  # of two rows of 100 tokens; a chunk has 64
 CU_SEQLENS = torch.tensor([*BORDERS, 200, 200], dtype=torch.int32)

@@ -18,8 +18,7 @@ from lingpt.train.loss import NextTokenLoss
 
 
 def tiny(attention, seed=0):
-    args = ModelArgs(name="demo", n_layer=6, n_embd=32, n_head=2, vocab_size=60, block_size=32)
-    args.attention = attention
+    args = ModelArgs("demo", attention, n_layer=6, n_embd=32, n_head=2, vocab_size=60, block_size=32)
     return GPT.create(args.config(), seed, dtype=torch.float64)
 
 
@@ -88,6 +87,8 @@ def test_an_attention_is_fitted_to_the_teachers_inputs_and_outputs(batch):
     }
     with pytest.raises(UserError, match="its teacher's attention in every layer"):
         AttentionTransferLoss(tiny("softmax"), teacher)
+    with pytest.raises(UserError, match="value_residual has a part outside of them"):
+        AttentionTransferLoss(tiny("ours+value_residual"), teacher)
 
 
 @pytest.mark.parametrize("kind", [AttentionTransferLoss, LogitsLoss])

@@ -18,7 +18,9 @@ B, N, K = 2, 96, 4
 
 
 @pytest.mark.parametrize("recompute", [False, True, "host"])
-@pytest.mark.parametrize("form", ["ours", "ours-gated+output_gate+short_conv", "gla+short_conv", "unified"])
+@pytest.mark.parametrize(
+    "form", ["ours", "ours-gated+output_gate+short_conv", "gla+short_conv+value_residual", "unified"]
+)
 def test_segments_continue_each_other_without_gradient(form, recompute):
     """Against the operators' own chain: each segment from the decoding state of what is before it."""
     gpt = GPT.create(ModelArgs("demo", form, n_layer=2, n_embd=32, n_head=2, vocab_size=64).config(), 0)

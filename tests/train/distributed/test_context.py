@@ -21,8 +21,8 @@ from lingpt.train.start import check_recipe
 
 FORMS = (
     "ours", "ours+learnable_b+short_conv+conv_silu", "ours-decay+output_gate+constant=false", "ours-gated",
-    "ours-gated+output_gate+short_conv+learnable_b", "gla", "gla+short_conv+input_gate", "softmax",
-    "softmax-best", "hybrid", "ours-gated+output_gate+short_conv+input_gate",
+    "ours-gated+output_gate+short_conv+learnable_b", "gla", "gla+short_conv+input_gate+value_residual",
+    "softmax", "softmax-best", "hybrid+value_residual", "ours-gated+output_gate+short_conv+input_gate",
     "softmax-best+softmax_window=8", "softmax+softmax_window=25",
 )  # fmt: skip
 RANKS, N = 8, 72
@@ -75,7 +75,7 @@ def check_operators(context: Context) -> None:
 
 
 def perturbed(form: str) -> GPT:
-    sizes = {"n_layer": 4, "n_query_groups": 1} if form == "hybrid" else {"n_layer": 2}
+    sizes = {"n_layer": 4, "n_query_groups": 1} if form.startswith("hybrid") else {"n_layer": 2}
     model = GPT.create(ModelArgs("demo", form, n_embd=32, n_head=2, vocab_size=64, **sizes).config(), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
