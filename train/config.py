@@ -33,7 +33,8 @@ class TrainConfig:
         "sequences per forward and backward pass on each device; gradients are accumulated exactly",
         least=1, most=LARGEST_BATCH, may_change=True)] = 4
     optimizer: Annotated[Literal["adamw", "muon"], Option(
-        "`muon` is Muon for the matrices of the blocks, AdamW for the rest", heading="optimiser")] = "adamw"
+        "`muon` is Muon for the matrices of linear layers but the head, AdamW for the rest",
+        heading="optimiser")] = "adamw"
     learning_rate: Annotated[float, Option(
         "peak learning rate, reached after `warmup_steps`", above=0, most=1000)] = 1e-3
     muon_learning_rate: Annotated[float | None, Option(
