@@ -12,7 +12,7 @@ import contextlib
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, cast
@@ -143,9 +143,7 @@ class Block(nn.Module):
         name = config.attention_per_layer[layer_idx]
         self.config = config
         self.norm_1 = make_norm(config)
-        options = config.attention_options(name)
-        self.attn = ATTENTIONS[name](config, layer_idx, **options)
-        self.mixes_values = options.get("value_residual", False)
+        self.attn = ATTENTIONS[name](config, layer_idx, **config.attention_options(name))
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config) if config.mlp_class_name == "GptNeoxMLP" else GatedMLP(config)
 
@@ -160,22 +158,16 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         """`[B, N, C]` → the same; `state` is the attention's decoding state, cu_seqlens are those of
         `GPT.hidden`, values `make_shared_values`'s."""
-        values = (values_BNV,) if self.mixes_values else ()
-        attended = self.attn(self.norm_1(x_BNC), cos_NR, sin_NR, state, cu_seqlens, *values) + x_BNC
+        attended = self.attn(self.norm_1(x_BNC), cos_NR, sin_NR, state, cu_seqlens, values_BNV) + x_BNC
         return self.mlp(self.norm_2(x_BNC if self.config.parallel_residual else attended)) + attended
 
 
 def _with_copied_state(
-    block: Block,
-    x_BNC: torch.Tensor,
-    cos_NR: torch.Tensor,
-    sin_NR: torch.Tensor,
-    state: Any,
-    values_BNV: torch.Tensor | None,
+    block: Callable, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any
 ) -> tuple[torch.Tensor, Any]:
     """The block's output and the state after it; `state` is unchanged, as the block may run again."""
     after = copy.copy(state)
-    return block(x_BNC, cos_NR, sin_NR, after, values_BNV=values_BNV), after
+    return block(x_BNC, cos_NR, sin_NR, after), after
 
 
 def rope_tables(
@@ -322,8 +314,10 @@ class GPT(Fp32Buffers):
         inputs = HostInputs() if recomputes and self.inputs_on_host else contextlib.nullcontext()
         for i, block in enumerate(self.blocks):
             before = None if carried is None else carried.layers[i]
-            run: Any = block if before is None else partial(_with_copied_state, block, state=before)
-            run = partial(run, values_BNV=values_BNV)  # no argument of `checkpoint`, which would offload it
+            # No argument of `checkpoint`, which would offload the values.
+            run: Any = partial(block, values_BNV=values_BNV)
+            if before is not None:
+                run = partial(_with_copied_state, run, state=before)
             if recomputes:  # no dropout, so there is no random state to keep
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
             with inputs:
@@ -355,8 +349,10 @@ class GPT(Fp32Buffers):
 
     def embed(self, idx_BN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The embeddings `[B, N, C]` and, if layers share values, these, `[B, N, V]`."""
-        x_BNC, name = self.transformer["wte"](idx_BN), "shared_values"
-        return x_BNC, self.transformer[name](x_BNC) if name in self.transformer else None
+        x_BNC = self.transformer["wte"](idx_BN)
+        if self.config.shared_values_width is None:
+            return x_BNC, None
+        return x_BNC, self.transformer["shared_values"](x_BNC)
 
     def check_length(self, tokens: int) -> None:
         """Raises UserError for a sequence longer than the block size, the length of the rotary tables."""

@@ -8,7 +8,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from lingpt.common.options import Declared, Option, declared
 from lingpt.kernels.context_parallel import Context
 from lingpt.models.architecture import Architecture
+from lingpt.models.attention.short_conv import ConvState, apply_short_conv
 
 
 class Fp32Buffers(nn.Module):
@@ -51,9 +52,6 @@ class Attention(Fp32Buffers, ABC):
       its shapes and Python numbers grows. For keys and values this needs a `KVCache` (softmax.py)
     - the state is an object with attributes, whose tensors keep their number, shapes and dtypes, although
       they may be new tensors; its other attributes do not change
-
-    A mechanism with the option `value_residual` mixes the model's shared values, `[B, N, v_width]`, into its
-    own (`mix_values`); `forward` then gets them as one more argument.
     """
 
     hf_exportable: bool = False  # can a stock model of transformers compute the same from its tensors?
@@ -107,9 +105,11 @@ class Attention(Fp32Buffers, ABC):
         sin_NR: torch.Tensor,
         state: Any = None,
         cu_seqlens: torch.Tensor | None = None,
+        values_BNV: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[B, N, C]` → the same, in the dtype of `proj`'s output. cos and sin `[N, R]` are those of x's
         positions. cu_seqlens: borders of packed documents, as in `GPT.hidden`; no token reads another's.
+        values: those that the model's layers share, of `v_width`, for the option `value_residual`.
 
         With a decoding state, x continues the tokens it has seen, and the state is updated.
         Raises UserError for more tokens than the state has room for.
@@ -182,6 +182,8 @@ class QKVAttention(Attention):
     Keys and values may have fewer heads, G = n_query_groups, than queries (H = n_head): W = (H + 2G)·D.
     """
 
+    conv: nn.Parameter | None
+    conv_silu: bool = False
     gate_proj: nn.Linear | None
     norm: nn.LayerNorm | None
     gate_activation: Callable[[torch.Tensor], torch.Tensor]
@@ -209,9 +211,19 @@ class QKVAttention(Attention):
         """Creates the parameter of `mix_values`, or sets it to None."""
         self.value_mix = nn.Parameter(torch.zeros(self.config.n_query_groups)) if wanted else None
 
-    def project(self, x_BNC: torch.Tensor, values_BNV: torch.Tensor | None) -> torch.Tensor:
-        """q, k and v side by side, v mixed with the shared values."""
-        return mix_values(self.qkv(x_BNC), sum(self.config.qkv_sizes[:2]), values_BNV, self.value_mix)
+    def mix_and_convolve(
+        self,
+        rows_BNW: torch.Tensor,
+        values_BNV: torch.Tensor | None,
+        state: ConvState | None,
+        cu_seqlens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The projection's rows, v mixed with the shared values, then convolved, with these options; updates
+        the state's `conv`."""
+        rows = mix_values(rows_BNW, sum(self.config.qkv_sizes[:2]), values_BNV, self.value_mix)
+        if self.conv is None:
+            return rows
+        return apply_short_conv(rows, self.conv, state, cu_seqlens, silu=self.conv_silu, context=self.context)
 
     def split_heads(self, rows_BNW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k together `[B, N, H + G, D]`, after their norms if they have some, and v `[B, N, G, D]`."""
@@ -238,13 +250,6 @@ def is_plain_linear(layer: nn.Module) -> bool:
     of nn.Linear (LoRA, a parametrisation), and its instance has no own `forward` and no hooks."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     return type(layer) is nn.Linear and "forward" not in vars(layer) and not any(hooks)
-
-
-@dataclass
-class ConvState:
-    """The decoding state of a short convolution."""
-
-    conv: torch.Tensor | None = field(default=None, kw_only=True)  # the last tokens that it has seen
 
 
 @dataclass

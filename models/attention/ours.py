@@ -50,7 +50,7 @@ from lingpt.models.attention.base import (
     RecurrentState,
     gate_values,
 )
-from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, apply_short_conv, identity_filter
+from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, identity_filter
 
 
 class OursAttention(QKVAttention):
@@ -208,11 +208,7 @@ class OursAttention(QKVAttention):
         """qkv `[B, N, 3, H, D]`, convolved, v behind its gate; updates the state's `conv`. A view of the
         projection's output, or a copy in which k and v are repeated for all heads of q that share them."""
         H, G, D = self.config.n_head, self.config.n_query_groups, self.config.head_size
-        rows = self.project(x_BNC, values_BNV)
-        if self.conv is not None:
-            rows = apply_short_conv(
-                rows, self.conv, state, cu_seqlens, silu=self.conv_silu, context=self.context
-            )
+        rows = self.mix_and_convolve(self.qkv(x_BNC), values_BNV, state, cu_seqlens)
         if self.is_packed:
             qkv = rows.unflatten(2, (3, H, D))
         else:

@@ -15,10 +15,9 @@ from torch import nn
 
 from lingpt.kernels.linear_attention.call import logarithm_of_gate
 from lingpt.models.architecture import Architecture
-from lingpt.models.attention.base import RecurrentState, gate_values, is_plain_linear, mix_values
+from lingpt.models.attention.base import RecurrentState, gate_values, is_plain_linear
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import log_decay
-from lingpt.models.attention.short_conv import apply_short_conv
 
 CACHE_LINE = 64  # 16-bit numbers
 
@@ -63,14 +62,10 @@ class OursGatedAttention(OursAttention):
         fill = self.row_fill()
         weight = F.pad(torch.cat([layer.weight for layer in self.projections()]), (0, 0, 0, fill))
         bias = None if self.qkv.bias is None else F.pad(self.qkv.bias, (0, self.gates() + fill))
-        H, D = self.config.n_head, self.config.head_size
-        rows = mix_values(F.linear(x_BNC, weight, bias), 2 * H * D, values_BNV, self.value_mix)
-        if self.conv is not None:
-            rows = apply_short_conv(
-                rows, self.conv, cu_seqlens=cu_seqlens, silu=self.conv_silu, context=self.context
-            )
+        rows = self.mix_and_convolve(F.linear(x_BNC, weight, bias), values_BNV, None, cu_seqlens)
         if self.input_gate is None:
             return rows
+        H, D = self.config.n_head, self.config.head_size
         qk, v, decay, behind = rows.split((2 * H * D, H * D, H, H + fill), dim=2)
         v = gate_values(v.unflatten(2, (H, D)), behind[..., :H]).flatten(2)
         return torch.cat((qk, v, decay, behind), dim=2)

@@ -4,6 +4,8 @@ Linear attention compares a query with single tokens. A short convolution moves 
 which decides associative recall.
 """
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 
@@ -11,10 +13,16 @@ from lingpt.common.options import Option
 from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import first_tokens, state_dtype
 from lingpt.kernels.short_conv import convolve_columns, short_convolution
-from lingpt.models.attention.base import ConvState
 
 WIDTH = 4
 SHORT_CONV = Option("a causal convolution of width 4 over q, k and v of `ours*` and, with a SiLU, of `gla`")
+
+
+@dataclass
+class ConvState:
+    """The decoding state of a short convolution."""
+
+    conv: torch.Tensor | None = field(default=None, kw_only=True)  # the last tokens that it has seen
 
 
 def apply_short_conv(

@@ -28,14 +28,8 @@ from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import first_tokens
 from lingpt.kernels.sdpa import causal_mask, packed_attention, sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.architecture import Architecture
-from lingpt.models.attention.base import (
-    GATE_ACTIVATION,
-    VALUE_RESIDUAL,
-    ConvState,
-    GateActivation,
-    QKVAttention,
-)
-from lingpt.models.attention.short_conv import WIDTH, apply_short_conv, identity_filter
+from lingpt.models.attention.base import GATE_ACTIVATION, VALUE_RESIDUAL, GateActivation, QKVAttention
+from lingpt.models.attention.short_conv import WIDTH, ConvState, identity_filter
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -218,9 +212,7 @@ class SoftmaxAttention(QKVAttention):
         values_BNV: torch.Tensor | None = None,
     ) -> torch.Tensor:
         H, G = self.config.n_head, self.config.n_query_groups
-        qkv = self.project(x_BNC, values_BNV)
-        if self.conv is not None:
-            qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens, context=self.context)
+        qkv = self.mix_and_convolve(self.qkv(x_BNC), values_BNV, state, cu_seqlens)
         qk, v = self.split_heads(qkv)
         q, k = apply_rope(qk, cos_NR, sin_NR).split((H, G), dim=2)
         if self.context is None or state is not None:

@@ -200,6 +200,7 @@ class UnifiedAttention(QKVAttention):
         sin_NR: Tensor,
         state: RecurrentState | None = None,
         cu_seqlens: Tensor | None = None,
+        values_BNV: Tensor | None = None,
     ) -> Tensor:
         """`[B, N, C]` → the same; `state.value`: `[B, H, D, D]` in fp32, `[B, H, D, D + 1]` with a
         normaliser."""
