@@ -160,13 +160,14 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
         path: a Hugging Face folder of GPT-NeoX (Pythia), Llama, SmolLM, Qwen2 or Qwen3, a LitGPT one
             (`lit_model.pth`), or a LinGPT model folder with any attention.
 
-    Only attention layers may differ. Raises UserError for a source of another size or architecture.
+    Only attention layers and `shared_values` may differ. Raises UserError for a source of another size or
+    architecture.
     """
     folder = Path(path)
     source, tensors, kind = _read_model(folder)
     own, complaint = model.state_dict(), f"{folder} is another model than {model.config.name!r}"
     check_sizes(model.config, source, folder)
-    _check_same_tensors(own, tensors, complaint, optional=".attn.")
+    _check_same_tensors(own, tensors, complaint, optional=(".attn.", ".shared_values."))
     taken = [name for name in own if name in tensors and own[name].shape == tensors[name].shape]
     for name in taken:
         set_weight(own[name], tensors[name])
@@ -259,14 +260,14 @@ def _check_same_tensors(
     given: dict[str, torch.Tensor],
     complaint: str,
     *,
-    optional: str | None = None,
+    optional: tuple[str, ...] = (),
 ) -> None:
     """Raises UserError, with `complaint`, for the first tensor that is missing, surplus or of another shape.
 
-    Names that contain `optional` may be missing, surplus or of another shape.
+    Names that contain one of `optional` may be missing, surplus or of another shape.
     """
     for name in [*own, *(name for name in given if name not in own)]:
-        if optional is not None and optional in name:
+        if any(part in name for part in optional):
             continue
         if name in own and name in given:
             if own[name].shape != given[name].shape:

@@ -46,7 +46,8 @@ def memory_estimate(
         sharded_over: number of devices that shard parameters, gradients and optimizer (FSDP2); each has two
             blocks, and all parameters outside of blocks, unsharded at a time.
         activation_checkpointing: save each block's input, and one block's activations at a time.
-        offload_activations: keep these inputs in the host's memory, but for two.
+        offload_activations: keep these inputs in the host's memory, but for two, and the embeddings that make
+            shared values.
         accumulates: whether gradients of earlier micro-batches are in memory while a later one is computed.
         gathers_once: when sharding, each device has all parameters, and its own gradient, unsharded for a
             step.
@@ -109,11 +110,13 @@ def _activations(model: GPT, size: _Bytes, activation_checkpointing: bool, offlo
     # per block: the attention's, the outputs of both norms, the inputs of GELU (or SwiGLU) and its output
     hidden = (2 if config.mlp_class_name == "GptNeoxMLP" else 3) * config.intermediate_size
     kept = [block.attn.saved_activations_per_token() + 2 * config.n_embd + hidden for block in model.blocks]
-    layers = min(2, config.n_layer) if offloads else config.n_layer
+    shared, layers = config.shared_values_width, config.n_layer
+    if offloads:  # of the first layer's input the shared values are made
+        layers = min(2 + (shared is not None), layers)
     inputs = (layers + 1) * config.n_embd  # inputs of each layer, in the weights' dtype
     if not config.parallel_residual:  # and that of the second norm
         inputs += (1 if activation_checkpointing else config.n_layer) * config.n_embd
     saved = max(kept) if activation_checkpointing else sum(kept)
-    if config.shared_values_width is not None:  # these values, and the input of their projection
-        saved += config.shared_values_width + config.n_embd
+    if shared is not None:  # these values, and the input of their projection
+        saved += shared + config.n_embd
     return saved * size.activation + inputs * size.weight

@@ -199,6 +199,18 @@ def test_the_report_says_what_is_new_and_unused(small, tmp_path):
     assert "transformer.h.*.attn.b_offset ×3" in lines[3]
 
 
+def test_shared_values_may_be_new_and_unused(small, tmp_path):
+    """Guards: `init_from` refused weights without `value_residual` for a model with it, and the reverse."""
+    source, model = small("softmax", seed=1), small("ours", seed=2, value_residual=True)
+    export_hf(source, tmp_path / "plain")
+    report = load_weights(model, tmp_path / "plain")
+    own = {name for name in model.state_dict() if ".shared_values." in name or name.endswith(".value_mix")}
+    assert set(report.new) == own and len(own) == 4 + model.config.n_layer and not report.unused
+    export_hf(model, tmp_path / "shared")
+    report = load_weights(source, tmp_path / "shared")
+    assert set(report.unused) == own and not report.new
+
+
 def test_a_tensor_of_another_shape_is_new_and_unused(small, tmp_path):
     """Guards: `gla` with its convolution as no beginning for ours with one, of other channels."""
     source = small("gla", seed=1, short_conv=True)

@@ -130,14 +130,16 @@ def test_shards_and_recomputed_blocks_need_less():
     assert both["parameters"] < shards["parameters"] < whole["parameters"]
 
 
-def test_inputs_in_the_hosts_memory_leave_two_on_the_device():
-    """Those of the block whose turn it is and of the one before."""
-    model = GPT.on_meta(config := Config.from_name("pythia-70m"))
+@pytest.mark.parametrize(("options", "left"), [({}, 2), ({"value_residual": True}, 3)])
+def test_inputs_in_the_hosts_memory_leave_two_on_the_device(options, left):
+    """Those of the block whose turn it is and of the one before; and the embeddings, if values are made of
+    them."""
+    model = GPT.on_meta(config := Config.from_name("pythia-70m", **options))
     both, offloads = (
         memory_estimate(model, 1, 2048, activation_checkpointing=True, offload_activations=offload)
         for offload in (False, True)
     )
-    inputs = 4 * 2048 * config.n_embd * (config.n_layer - 2)
+    inputs = 4 * 2048 * config.n_embd * (config.n_layer - left)
     assert both["activations"] - offloads["activations"] == inputs
 
 
