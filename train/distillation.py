@@ -66,7 +66,7 @@ class AttentionTransferLoss(_TeacherLoss):
 
     def __init__(self, gpt: GPT, teacher: GPT, compiled: bool = False) -> None:
         super().__init__(gpt, teacher, compiled)
-        if any(part.config.shared_values_width is not None for part in (gpt, teacher)):
+        if gpt.config.shared_values_width is not None:
             raise UserError(
                 "train.imitate attention trains attentions alone, and value_residual has a part outside of "
                 "them: imitate blocks, or logits"

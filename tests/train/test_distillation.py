@@ -1,6 +1,7 @@
 """A model that imitates a teacher: each new attention its outputs, then the whole model its distribution."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def test_an_attention_is_fitted_to_the_teachers_inputs_and_outputs(batch):
         AttentionTransferLoss(tiny("softmax"), teacher)
     with pytest.raises(UserError, match="value_residual has a part outside of them"):
         AttentionTransferLoss(tiny("ours+value_residual"), teacher)
+    assert 0 < AttentionTransferLoss(model, tiny("softmax+value_residual"))(batch) < math.inf
 
 
 @pytest.mark.parametrize("kind", [AttentionTransferLoss, LogitsLoss])
