@@ -42,6 +42,7 @@ from lingpt.common.errors import UserError
 from lingpt.data import Batch, DataConfig
 from lingpt.models import GPT, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
+from lingpt.models.attention.unified import FORMS
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.console import print_rank0
@@ -72,6 +73,9 @@ COMPARED: dict[str, dict[str, Any]] = {
 PACKED = {
     f"{name}-packed": COMPARED[name] for name in ("ours", "ours-gated", "hybrid", "softmax-flash", "gla")
 }
+# The recurrences of `unified`, likewise.
+UNIFIED = {f"unified+form={form}": {"attention": f"unified+form={form}"} for form in FORMS}
+KNOWN = COMPARED | PACKED | UNIFIED
 DOCUMENT = 700  # tokens of a packed document, about the mean of Wiki-40B
 SIZES = ("pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b")
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -82,7 +86,7 @@ WARMUP_STEPS, MIN_STEPS, MIN_SECONDS, MAX_SECONDS = 2, 3, 2.0, 15.0
 # Above the number of attentions, as each is compiled once per shape: beyond the limit PyTorch would run
 # eagerly.
 COMPILED: dict[str, Any] = {
-    "recompile_limit": 2 * len(COMPARED | PACKED),
+    "recompile_limit": 2 * len(KNOWN),
     "fail_on_recompile_limit_hit": True,
 }
 
@@ -171,8 +175,8 @@ def bench_steps(
     save_to: Path | None = None,
     append: bool = False,
 ) -> Results:
-    """Times a training step of each of the `attentions` (names of COMPARED, by default all of them, and of
-    PACKED) at each model and length.
+    """Times a training step of each of the `attentions` (names of KNOWN, by default all of COMPARED) at each
+    model and length.
 
     Args:
         models, seq_lens: every model at every length; if not given, SIZES at USUAL_LENGTH, and those SWEPT at
@@ -187,7 +191,7 @@ def bench_steps(
 
     Raises UserError for invalid names and numbers.
     """
-    names = chosen("attention", attentions, COMPARED | PACKED, COMPARED)
+    names = chosen("attention", attentions, KNOWN, COMPARED)
     shapes = choose_shapes(models, seq_lens, tokens_per_step)
     machine = choose_machine(TrainConfig(accelerator=accelerator, devices=1, num_nodes=1))
     parallel = Parallel(machine)
@@ -202,7 +206,7 @@ def bench_steps(
     session = Session(results, parallel.device, budget, save_to)
     for shape in shapes:
         todo = [name for name in names if not results.is_done(*shape, name)]
-        recipes = _recipes(shape, tokens_per_step, micro_batch_tokens, machine) if todo else {}
+        recipes = _recipes(shape, tokens_per_step, micro_batch_tokens, machine, names) if todo else {}
         torch.compiler.reset()
         with torch._dynamo.config.patch(COMPILED):
             for n, name in itertools.product(range(1, rounds + 1), todo):
@@ -231,9 +235,14 @@ def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens_per_ste
 
 
 def _recipes(
-    shape: Shape, tokens_per_step: int, micro_batch_tokens: int | None, machine: Machine
+    shape: Shape,
+    tokens_per_step: int,
+    micro_batch_tokens: int | None,
+    machine: Machine,
+    names: Sequence[str] = (),
 ) -> dict[str, Recipe]:
-    """The recipe of each attention, all with the same settings (`_largest_micro_batch`)."""
+    """The recipe of each attention, all with the same settings (`_largest_micro_batch`), which do not depend
+    on the names, unless those of UNIFIED are among them."""
     sequences = tokens_per_step // shape.seq_len
     train = TrainConfig(
         global_batch_size=sequences,
@@ -246,7 +255,8 @@ def _recipes(
     data = DataConfig(seq_len=shape.seq_len)
     recipes = {
         name: Recipe(ModelArgs(name=shape.model, block_size=shape.seq_len, **model), data, train)
-        for name, model in (COMPARED | PACKED).items()
+        for name, model in KNOWN.items()
+        if name in names or name not in UNIFIED
     }
     sizes = micro_batch_sizes(next(iter(recipes.values())), machine.world_size)
     if micro_batch_tokens is not None:

@@ -15,6 +15,7 @@ from lingpt.models.attention import (
     attention_options,
     hybrid_layers,
     parse_form,
+    unknown_attention,
     with_options,
 )
 
@@ -47,7 +48,7 @@ class Config(Architecture):
             if "+" in name or name in ALIASES:
                 raise UserError(f"{name!r} is a form: ModelArgs(name, attention={name!r}).config() reads it")
             if name not in ATTENTIONS:
-                raise unknown("attention", name, [*ATTENTIONS, *ALIASES])
+                raise unknown_attention(name)
         if len(self.attention_per_layer) != self.n_layer:
             raise UserError(
                 f"attention lists {len(self.attention)} layers, but {self.name!r} has {self.n_layer}: "

@@ -16,7 +16,7 @@ from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import OursDecayAttention
 from lingpt.models.attention.ours_gated import OursGatedAttention
 from lingpt.models.attention.softmax import SoftmaxAttention
-from lingpt.models.attention.unified import UnifiedAttention
+from lingpt.models.attention.unified import FORMS, UnifiedAttention
 
 ATTENTIONS: dict[str, type[Attention]] = {
     "ours": OursAttention,
@@ -72,6 +72,13 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
+def unknown_attention(name: str) -> UserError:
+    """The error for a name that is none of an attention or alias."""
+    if name in FORMS:
+        return UserError(f"unknown attention {name!r}: it is a form of unified, unified+form={name}")
+    return unknown("attention", name, [*ATTENTIONS, *ALIASES])
+
+
 def parse_form(form: str) -> tuple[str, dict[str, Any]]:
     """`ours-gated+output_gate+normalize=false` → the attention and its options; one without a value is true.
 
@@ -83,7 +90,7 @@ def parse_form(form: str) -> tuple[str, dict[str, Any]]:
         attention, *own = ALIASES[attention].split("+")
         words = own + words
     if attention not in ATTENTIONS:
-        raise unknown("attention", attention, [*ATTENTIONS, *ALIASES])
+        raise unknown_attention(attention)
     known = dict(ATTENTIONS[attention].options())
     if any(word.startswith(f"{SOFTMAX_EVERY}=") for word in words):
         known |= ATTENTIONS[SOFTMAX].options()
@@ -114,5 +121,6 @@ __all__ = [
     "form_parts",
     "hybrid_layers",
     "parse_form",
+    "unknown_attention",
     "with_options",
 ]

@@ -1,10 +1,10 @@
 """`unified`: named recurrences S_t = diag(a_t) S_{t−1} + k_t v_tᵀ, y_t = S_tᵀ q_t, on one operator
 (kernels/unified_linear_attention.py). `form` selects the decay a_t, the input's scale and what normalises y.
 
-Each is the recurrence of its paper in the same layer, so that losses differ by the recurrence alone: Pythia's
-projections, q scaled by 1/√D, y normalised per head behind an output gate (`linear` alone has its own
-normaliser and no gate). Rotary embeddings only where the paper has them. Decays that a head's channels share
-are copied to each for the CUDA kernels.
+Each is the recurrence of its paper in the same layer, so that losses differ by the recurrence alone:
+Pythia's projections, q scaled by 1/√D, y normalised per head behind an output gate (`linear` and
+`linear-softplus` have their own normaliser and no gate). Rotary embeddings only where the paper has them.
+Decays that a head's channels share are copied to each for the CUDA kernels.
 """
 
 import math
@@ -37,8 +37,9 @@ class Form:
 
     decay, source: in words and where from, for docs/methods.md. start: (H, D) → the initial bias of the
     gates, of shape [gates, H] or [gates, H, D] per channel. gates: (z, k, bias) → k and the log decays
-    [B, N, H] or [B, N, H, D]; z = x W of the shape of the bias, in fp32, without it. normalise: y is divided
-    by |q·n_t|, n_t = a_t n_{t−1} + k_t, by at least 1 (`mlstm`), or by q·n_t (`linear`).
+    [B, N, H] or [B, N, H, D]; z = x W of the shape of the bias, in fp32, without it. constant: the decays
+    are RetNet's. normalise: y is divided by |q·n_t|, n_t = a_t n_{t−1} + k_t, by at least 1 (`mlstm`), or by
+    q·n_t, which needs positive features (`linear`).
     """
 
     decay: str
@@ -47,6 +48,7 @@ class Form:
     gates: Gates | None = None
     features: Callable[[Tensor], Tensor] = lambda x: x
     rope: bool = False
+    constant: bool = False
     normalise: Literal["none", "sum", "at least 1"] = "none"
 
 
@@ -96,27 +98,40 @@ def _hgrn_gates(z: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return -torch.expm1(log_f), log_f
 
 
+def _elu(x: Tensor) -> Tensor:
+    """1 + elu(x), positive in any dtype: 1 + elu(−8) would be 0 in bf16."""
+    return x.clamp(max=0).exp() + F.relu(x)
+
+
+_LINEAR = "Katharopoulos et al., arXiv 2006.16236"
 FORMS = {
-    "linear": Form("1; y_t / q_t·n_t, q and k through 1 + elu", "Katharopoulos et al., arXiv 2006.16236",
-                   features=lambda x: 1 + F.elu(x), normalise="sum"),
-    "retnet": Form("γ_h = 1 − 2^(−5 − 8h/H)", "RetNet, arXiv 2307.08621", rope=True),
-    "lightning": Form("γ_h; q and k through a SiLU", "TransNormerLLM, arXiv 2307.14995", features=F.silu),
+    "linear": Form("1; q and k through 1 + elu; y_t / q_t·n_t", _LINEAR, features=_elu, normalise="sum"),
+    "linear-softplus": Form("1; q and k through softplus; y_t / q_t·n_t", _LINEAR, features=F.softplus,
+                            normalise="sum"),
+    "linear-unnormalised": Form("1; q and k through 1 + elu", _LINEAR, features=_elu),
+    "linear-softplus-unnormalised": Form("1; q and k through softplus", _LINEAR, features=F.softplus),
+    "linear-identity": Form("1", _LINEAR),
+    "retnet": Form("γ_h = 1 − 2^(−5 − 8h/H)", "RetNet, arXiv 2307.08621", rope=True, constant=True),
+    "lightning": Form("γ_h as in `retnet`; q and k through a SiLU", "TransNormerLLM, arXiv 2307.14995",
+                      features=F.silu, constant=True),
     "gated-retention": Form("σ(x W)^(1/16) per head", "YOCO, arXiv 2405.05254", _per_head, rope=True,
                             gates=lambda z, k, bias: (k, F.logsigmoid((z + bias)[..., 0, :]) / TEMPERATURE)),
     "mamba2": Form("exp(−A Δ_t) per head; Δ_t k_t", "Mamba-2, arXiv 2405.21060", _mamba, _mamba_gates),
-    "mlstm": Form("σ(f_t) per head; exp(i_t) k_t; y_t / max(|q_t·n_t|, 1)", "xLSTM, arXiv 2405.04517", _mlstm,
-                  _mlstm_gates, normalise="at least 1"),
-    "hgrn2": Form("f_t = σ(x W) per channel; k_t = 1 − f_t", "HGRN2, arXiv 2404.07904", _per_channel,
-                  _hgrn_gates, features=F.silu),
+    "mlstm": Form("σ(f_t) per head; exp(i_t) k_t, i_t below 15; y_t / max(|q_t·n_t|, 1)",
+                  "xLSTM, arXiv 2405.04517", _mlstm, _mlstm_gates, normalise="at least 1"),
+    "hgrn2": Form("f_t = σ(x W) per channel; k_t = 1 − f_t, and the projection of k is not read",
+                  "HGRN2, arXiv 2404.07904", _per_channel, _hgrn_gates, features=F.silu),
     "rwkv6": Form("exp(−exp(x W)) per channel, without the bonus of the present token",
                   "Eagle and Finch, arXiv 2404.05892", _rwkv,
                   gates=lambda z, k, bias: (k, -(z + bias).squeeze(-3).exp())),
-    "gateloop": Form("σ(x W) per channel, real", "GateLoop, arXiv 2311.01927", _per_channel,
+    "gateloop": Form("σ(x W) per channel, real where the paper has complex ones",
+                     "GateLoop, arXiv 2311.01927", _per_channel,
                      gates=lambda z, k, bias: (k, F.logsigmoid((z + bias).squeeze(-3)))),
 }  # fmt: skip
 FormName = Literal[
-    "linear", "retnet", "lightning", "gated-retention", "mamba2", "mlstm", "hgrn2", "rwkv6", "gateloop"
-]
+    "linear", "linear-softplus", "linear-unnormalised", "linear-softplus-unnormalised", "linear-identity",
+    "retnet", "lightning", "gated-retention", "mamba2", "mlstm", "hgrn2", "rwkv6", "gateloop",
+]  # fmt: skip
 
 
 class UnifiedAttention(QKVAttention):
@@ -153,8 +168,7 @@ class UnifiedAttention(QKVAttention):
         self.reset_buffers(torch.get_default_device())
 
     def reset_buffers(self, device: torch.device) -> None:
-        constant = self.form.start is None and self.form.normalise == "none"
-        self.log_decay = log_decay(self.config.n_head).to(device) if constant else None
+        self.log_decay = log_decay(self.config.n_head).to(device) if self.form.constant else None
 
     @classmethod
     def kernel_name(

@@ -119,6 +119,7 @@ def test_config_survives_json():
         ({"attention": "ours-gated", "normalize": False}, "normalize=False needs output_gate=True"),
         ({"attention": "ours+conv_silu"}, "conv_silu=True needs short_conv=True"),
         ({"attention": "ours+constant=false"}, "constant=False needs output_gate=True without"),
+        ({"attention": "mamba2"}, "unknown attention 'mamba2': it is a form of unified, unified.form=mamba2"),
         ({"attention": "unified+value_residual"}, "'value_residual' is not an option of unified"),
         (
             {"attention": ["ours", "gla"] * 2, "n_query_groups": 1, "value_residual": True},

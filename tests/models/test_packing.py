@@ -20,6 +20,8 @@ ATTENTIONS = [
     "softmax-best+softmax_window=20",
     "gla",
     "gla+short_conv+gate_activation=sigmoid+input_gate+value_residual",
+    "unified",
+    "unified+form=mlstm+short_conv",
     "hybrid",
     "hybrid+value_residual",
 ]

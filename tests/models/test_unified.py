@@ -1,5 +1,6 @@
 """The named recurrences of `unified`, against their definition token by token."""
 
+import itertools
 import math
 
 import pytest
@@ -30,6 +31,29 @@ def test_a_form_is_its_recurrence(small, form):
     assert (left <= 0).all()
 
 
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_a_form_decodes_and_packs_as_it_trains(small, tokens, form):
+    """Guards: a normaliser or a gate that a state does not carry on, or that reads another document."""
+    model = small("unified", form=form, short_conv=True).double()
+    state, whole = model.new_state(2), model(tokens)
+    pieces = [tokens[:, :30], *tokens[:, 30:].split(1, dim=1)]
+    torch.testing.assert_close(torch.cat([model.step(piece, state) for piece in pieces], 1), whole)
+    borders = [0, 9, 70, 101, 140]
+    packed = model.hidden(tokens, cu_seqlens=torch.tensor(borders)).flatten(0, 1)
+    alone = [model.hidden(tokens.flatten()[None, a:b])[0] for a, b in itertools.pairwise(borders)]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-6, atol=1e-6)  # RoPE's tables are in fp32
+
+
+def test_positive_features_stay_positive():
+    """Guards: 0/0 where all features of a query are rounded to 0."""
+    x = torch.tensor([-20.0, -8.0, -1.0, 0.0, 2.0])
+    expected = torch.where(x > 0, 1 + x, x.exp())
+    for form in ("linear", "linear-unnormalised"):
+        torch.testing.assert_close(FORMS[form].features(x), expected)
+        assert (FORMS[form].features(x.bfloat16()) > 0).all()
+
+
 def gates(small, form):
     layer = small("unified", form=form).blocks[0].attn
     _, k, _, left = layer.recurrence(torch.zeros(1, 1, 64), torch.ones(1, 4), torch.zeros(1, 4), None, None)
@@ -48,5 +72,6 @@ def test_initial_decays(small):
     torch.testing.assert_close(key, 1 - left.exp())
     torch.testing.assert_close(left[:, 0].exp(), torch.full((4,), 0.5))
     torch.testing.assert_close(gates(small, "mlstm")[1][-1].exp(), torch.tensor(6.0).sigmoid())
-    assert not gates(small, "linear")[1].any()
+    for form in ("linear", "linear-softplus", "linear-unnormalised", "linear-identity"):
+        assert not gates(small, form)[1].any()
     assert math.isclose(gates(small, "gateloop")[1][0, -1].exp().item(), 1 - 2**-10, rel_tol=1e-5)
