@@ -101,7 +101,7 @@ def gated_linear_attention_with_state(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`gated_linear_attention` and the state after the last token: (o, state)."""
-    _check(q, k, v, log_gate, initial_state)
+    _check(q, k, v, log_gate, initial_state, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None:
         first = first_tokens(cu_seqlens, *q.shape[:2])
@@ -123,23 +123,13 @@ def gated_linear_attention_with_state(
     return attend(q, k, v, log_gate, initial_state, scale)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | None) -> None:
-    if q.ndim != 4 or k.shape != q.shape or log_gate.shape != q.shape or v.shape[:-1] != q.shape[:-1]:
-        names = ("q", "k", "v", "log_gate")
-        shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in zip(names, (q, k, v, log_gate), strict=True))
-        raise UserError(f"q, k and log_gate must be [B, N, H, Dk] and v [B, N, H, Dv]; got {shapes}")
-    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise UserError(f"q, k and v must have one floating-point dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not log_gate.is_floating_point():
-        raise UserError(f"log_gate must be floating point; got {log_gate.dtype}")
-    if any(x.device != q.device for x in (k, v, log_gate)):
-        raise UserError(f"all inputs must be on q's device, {q.device}")
-    shape, dtype = (q.shape[0], q.shape[2], q.shape[3], v.shape[3]), state_dtype(q.dtype)
-    if state is not None and (state.shape != shape or state.dtype != dtype or state.device != q.device):
-        raise UserError(
-            f"initial_state must be {dtype} {list(shape)} on {q.device};"
-            f" got {state.dtype} {list(state.shape)} on {state.device}"
-        )
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    unified.check_inputs(q, k, v, state, cu_seqlens, log_gate=log_gate)
+    if log_gate.shape != q.shape or not log_gate.is_floating_point():
+        got = f"{log_gate.dtype} {list(log_gate.shape)}"
+        raise UserError(f"log_gate must be floating point {list(q.shape)}, as q and k; got {got}")
 
 
 def choose(backend: str, q: Tensor, Dv: int) -> str:

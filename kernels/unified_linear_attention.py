@@ -28,7 +28,9 @@ differences themselves.
 
 from __future__ import annotations
 
+import numbers
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,7 +119,8 @@ def unified_linear_attention_with_state(
 
     With `reverse` it is the state before the first token, Σ_j diag(exp L_j) k_j v_jᵀ diag(exp R_j).
     """
-    _check(q, k, v, initial_state, cu_seqlens, chunk_size)
+    check_inputs(q, k, v, initial_state, cu_seqlens)
+    _check_options(reverse, chunk_size)
     l, r = _log_decay("left", left, q), _log_decay("right", right, v)
     if cu_seqlens is not None:
         first = first_tokens(cu_seqlens, *q.shape[:2])
@@ -345,28 +348,49 @@ def _around(G: Tensor, rows: slice, past: slice, dtype: torch.dtype) -> tuple[Te
 # The arguments.
 
 
-def _check(q, k, v, state, cu_seqlens, chunk_size):
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, **others: object
+) -> None:
+    """Raises UserError unless these fit each other. others: further arguments, by name, that must be tensors
+    on q's device."""
+    tensors: dict[str, Any] = {"q": q, "k": k, "v": v, **others}
+    tensors |= {
+        name: x for name, x in (("initial_state", state), ("cu_seqlens", cu_seqlens)) if x is not None
+    }
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise UserError(f"{name} must be a tensor, not of type {type(x).__name__}")
     if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:-1] != q.shape[:-1]:
         shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in {"q": q, "k": k, "v": v}.items())
         raise UserError(f"q and k must be [B, N, H, Dk] and v [B, N, H, Dv]; got {shapes}")
     if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype):
         raise UserError(f"q, k and v must have one floating-point dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    for name, x in tensors.items():
+        if x.device != q.device:
+            raise UserError(f"{name} must be on q's device, {q.device}; it is on {x.device}")
     shape, dtype = (q.shape[0], q.shape[2], q.shape[3], v.shape[3]), state_dtype(q.dtype)
     if state is not None and (state.shape != shape or state.dtype != dtype):
         raise UserError(f"initial_state must be {dtype} {list(shape)}; got {state.dtype} {list(state.shape)}")
-    if chunk_size < BLOCK or chunk_size % BLOCK:
+    integers = cu_seqlens is None or cu_seqlens.dtype in (torch.int32, torch.int64)
+    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or not cu_seqlens.numel() or not integers):
+        got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        raise UserError(f"cu_seqlens must be int32 or int64 [sequences + 1]; got {got}")
+
+
+def _check_options(reverse: bool, chunk_size: int) -> None:
+    if not isinstance(reverse, bool):
+        raise UserError(f"reverse must be True or False, not of type {type(reverse).__name__}")
+    if not isinstance(chunk_size, int) or chunk_size < BLOCK or chunk_size % BLOCK:
         raise UserError(f"chunk_size={chunk_size} must be a multiple of {BLOCK}")
-    if cu_seqlens is not None and (
-        cu_seqlens.ndim != 1 or not cu_seqlens.numel() or cu_seqlens.is_floating_point()
-    ):
-        raise UserError(f"cu_seqlens must be integers [sequences + 1]; got {list(cu_seqlens.shape)}")
 
 
 def _log_decay(name: str, decay: float | Tensor | None, x: Tensor) -> Tensor:
     """The log decay as [B, N, H, 1 or D], at least LOG_ZERO, in fp32 (float64)."""
     B, N, H, D = x.shape
     dtype = state_dtype(x.dtype)
-    if decay is None or not isinstance(decay, Tensor):
+    if not isinstance(decay, Tensor):
+        if decay is not None and not isinstance(decay, (int, float, numbers.Real)):
+            raise UserError(f"{name} must be a number or a tensor, not of type {type(decay).__name__}")
         number = float(decay or 0.0)
         if not number <= 0:
             raise UserError(f"{name}={number} must be a log decay, at most 0")
@@ -382,6 +406,8 @@ def _log_decay(name: str, decay: float | Tensor | None, x: Tensor) -> Tensor:
             f"{name} must be a number, [H], [B, N, H] or [B, N, H, {D}] of floating point, with H = {H}; "
             f"got {decay.dtype} {list(decay.shape)}"
         )
+    if decay.device != x.device:
+        raise UserError(f"{name} must be on q's device, {x.device}; it is on {decay.device}")
     return decay.to(dtype).clamp(min=LOG_ZERO[dtype])
 
 

@@ -241,6 +241,11 @@ def test_flops():
 
 WRONG = {
     "gate's shape": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g[..., :1]), "log_gate"),
+    "number": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, 0.1), "log_gate must be a tensor"),
+    "borders": (
+        lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, cu_seqlens=[0, 2]),
+        "cu_seqlens must be a tensor",
+    ),
     "length": (lambda q, k, v, g, s: gated_linear_attention(q, k, v[:, 1:], g), "must be"),
     "dtype": (lambda q, k, v, g, s: gated_linear_attention(q, k.float(), v, g), "dtype"),
     "device": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g.to("meta")), "device"),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from lingpt.common.errors import UserError
 from lingpt.kernels import channel_decay_operator
+from lingpt.kernels.linear_attention import LinearAttentionState
 from lingpt.kernels.linear_attention.cuda import recurrence
 from lingpt.kernels.unified_linear_attention import (
     unified_linear_attention,
@@ -225,15 +226,25 @@ def test_no_tokens_and_one():
         ({"k": torch.zeros(B, N, H, DK)}, "one floating-point dtype"),
         ({"initial_state": torch.zeros(B, H, DV, DK)}, "initial_state must be torch.float64"),
         ({"chunk_size": 24}, "chunk_size=24 must be a multiple of 16"),
-        ({"cu_seqlens": torch.tensor([0.0, N])}, "cu_seqlens must be integers"),
+        ({"left": [-0.1] * H}, "left must be a number or a tensor, not of type list"),
+        ({"left": torch.zeros(H, device="meta")}, "left must be on q's device, cpu; it is on meta"),
+        ({"v": torch.zeros(B, N, H, DV, dtype=torch.float64, device="meta")}, "v must be on q's device, cpu"),
+        ({"k": [0.0]}, "k must be a tensor, not of type list"),
+        ({"initial_state": LinearAttentionState.zeros(B, H, DK)}, "initial_state must be a tensor"),
+        ({"reverse": 1}, "reverse must be True or False"),
+        ({"chunk_size": 64.0}, "chunk_size=64.0 must be a multiple of 16"),
+        ({"cu_seqlens": torch.tensor([0.0, N])}, r"cu_seqlens must be int32 or int64 \[sequences \+ 1\]"),
         ({"backend": "gpu"}, "unknown backend 'gpu'"),
         ({"backend": "cuda"}, "^backend='cuda' cannot run this: the tensors are on cpu$"),
     ],
 )
 def test_a_mistake_is_a_line(change, message):
+    """Guards: on a GPU, a tensor of the host whose address a kernel gets."""
     q, k, v, *_ = inputs()
-    with pytest.raises(UserError, match=message):
-        unified_linear_attention(**({"q": q, "k": k, "v": v} | change))
+    for backend in ("auto", "reference", "chunkwise", "recurrent", "cuda"):
+        with pytest.raises(UserError, match=message) as error:
+            unified_linear_attention(**({"q": q, "k": k, "v": v, "backend": backend} | change))
+        assert "\n" not in str(error.value)
 
 
 def test_compiled_for_any_length() -> None:
