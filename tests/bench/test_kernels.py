@@ -419,7 +419,10 @@ def test_time_is_bounded() -> None:
     ("names", "line"),
     [
         ({"implementations": ["triton"]}, "unknown implementation 'triton': use one of: ours, "),
-        ({"only": ["trainnig"]}, r"unknown sweep 'trainnig': did you mean 'training'\?"),
+        (
+            {"only": ["trainnig"]},
+            r"unknown sweep 'trainnig' \(did you mean 'training'\?\): use one of: training, s",
+        ),
     ],
 )
 def test_an_unknown_name_suggests_the_known(names: dict, line: str) -> None:

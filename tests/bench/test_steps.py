@@ -248,7 +248,7 @@ def test_shapes_and_mistakes(tmp_path: Path, capsys):
     assert shapes[:4] == [Shape(size, 8192) for size in sizes] and len(shapes) == 4 + 2 * 6
     assert choose_shapes(["demo"], (), 8192) == [Shape("demo", 8192)]
     for options, line in (
-        (["--models", "dmo"], "unknown model 'dmo': did you mean 'demo'?"),
+        (["--models", "dmo"], "unknown model 'dmo' (did you mean 'demo'?): use one of: "),
         (["--attentions", "softmax-flsh"], "did you mean 'softmax-flash'?"),
         (
             ["--seq_lens", "48", "--tokens_per_step", "64"],
