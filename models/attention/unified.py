@@ -31,22 +31,27 @@ GATE_CAP = 15.0  # of mLSTM's input gate (xLSTM-7B, arXiv 2503.13427)
 Gates = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
 @dataclass(frozen=True)
 class Form:
     """A named recurrence.
 
     decay, source: in words and where from, for docs/methods.md. start: (H, D) → the initial bias of the
     gates, of shape [gates, H] or [gates, H, D] per channel. gates: (z, k, bias) → k and the log decays
-    [B, N, H] or [B, N, H, D]; z = x W of the shape of the bias, in fp32, without it. constant: the decays
-    are RetNet's. normalise: y is divided by |q·n_t|, n_t = a_t n_{t−1} + k_t, by at least 1 (`mlstm`), or by
-    q·n_t, which needs positive features (`linear`).
+    [B, N, H] or [B, N, H, D]; z = x W of the shape of the bias, in fp32, without it. scales_k: whether k is
+    another than before. constant: the decays are RetNet's. normalise: y is divided by |q·n_t|, n_t = a_t
+    n_{t−1} + k_t, by at least 1 (`mlstm`), or by q·n_t, which needs positive features (`linear`).
     """
 
     decay: str
     source: str
     start: Callable[[int, int], Tensor] | None = None
     gates: Gates | None = None
-    features: Callable[[Tensor], Tensor] = lambda x: x
+    features: Callable[[Tensor], Tensor] = _identity
+    scales_k: bool = False
     rope: bool = False
     constant: bool = False
     normalise: Literal["none", "sum", "at least 1"] = "none"
@@ -116,9 +121,10 @@ FORMS = {
                       features=F.silu, constant=True),
     "gated-retention": Form("σ(x W)^(1/16) per head", "YOCO, arXiv 2405.05254", _per_head, rope=True,
                             gates=lambda z, k, bias: (k, F.logsigmoid((z + bias)[..., 0, :]) / TEMPERATURE)),
-    "mamba2": Form("exp(−A Δ_t) per head; Δ_t k_t", "Mamba-2, arXiv 2405.21060", _mamba, _mamba_gates),
+    "mamba2": Form("exp(−A Δ_t) per head; Δ_t k_t", "Mamba-2, arXiv 2405.21060", _mamba, _mamba_gates,
+                   scales_k=True),
     "mlstm": Form("σ(f_t) per head; exp(i_t) k_t, i_t below 15; y_t / max(|q_t·n_t|, 1)",
-                  "xLSTM, arXiv 2405.04517", _mlstm, _mlstm_gates, normalise="at least 1"),
+                  "xLSTM, arXiv 2405.04517", _mlstm, _mlstm_gates, scales_k=True, normalise="at least 1"),
     "hgrn2": Form("f_t = σ(x W) per channel; k_t = 1 − f_t, and the projection of k is not read",
                   "HGRN2, arXiv 2404.07904", _per_channel, _hgrn_gates, features=F.silu),
     "rwkv6": Form("exp(−exp(x W)) per channel, without the bonus of the present token",
@@ -240,6 +246,12 @@ class UnifiedAttention(QKVAttention):
         width, projected = self.config.qkv_sizes[0], sum(self.config.qkv_sizes)
         decays = 0 if self.decay_bias is None else self.decay_bias.numel()
         saved = 4 * width + 2 * (2 * decays + 2 * self.config.n_head)
+        if self.form.features is not _identity:  # what q and k are computed from
+            saved += sum(self.config.qkv_sizes[:2])
+        elif self.form.scales_k:
+            saved += self.config.qkv_sizes[1]
+        if self.form.normalise != "none":  # v with its column of ones; y before it is divided
+            saved += 2 * width
         return (
             saved + (0 if self.conv is None else 2 * projected) + (0 if self.gate_proj is None else 2 * width)
         )

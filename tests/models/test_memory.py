@@ -6,6 +6,7 @@ from torch import nn
 
 from lingpt.common.errors import UserError
 from lingpt.models import GPT, Config, memory_estimate
+from lingpt.models.attention.unified import FORMS
 
 from .conftest import LLAMA
 
@@ -39,6 +40,14 @@ def test_activations_are_what_autograd_keeps(small, variant):
     estimate = memory_estimate(model, micro_batch_size=4, seq_len=96, precision="32-true")
     idx = torch.zeros(4, 96, dtype=torch.long)
     assert estimate["activations"] == pytest.approx(kept_for_backward(model, idx), rel=0.15)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_unified_keep_about_what_they_say(small, form):
+    """Not among it: copies of eager features and gates, which compiled blocks compute again."""
+    model = small("unified", form=form, n_embd=128)
+    estimate = memory_estimate(model, micro_batch_size=4, seq_len=96, precision="32-true")
+    assert 0.7 < estimate["activations"] / kept_for_backward(model, torch.zeros(4, 96, dtype=torch.long)) < 1
 
 
 @pytest.mark.slow
