@@ -86,8 +86,8 @@ def unified_linear_attention(
             "cuda"       kernels. On tensor cores, once differentiable: bf16 and fp16, Dk ≤ 256 and Dv ≤ 512,
                          `right` not per channel; they read a decay for each channel, a coarser one is copied
                          to all. In fp32, token by token: all else with Dk and Dv ≤ 288, but float64;
-            "auto"       recurrent for one token; cuda where it can run; else chunkwise, with a warning on
-                         CUDA devices, as it is many times slower.
+            "auto"       recurrent for one token; cuda where it can run; else chunkwise. On CUDA devices it
+                         warns of chunkwise, and of 16-bit inputs in fp32, which are many times slower.
 
     Returns:
         y [B, N, H, Dv] in q's dtype. Every tensor argument gets a gradient.
@@ -147,19 +147,25 @@ def choose(backend: str, q: Tensor, Dv: int, right_per_channel: bool = False) ->
         return "recurrent"
     if backend not in ("auto", "cuda"):
         return backend
-    if not right_per_channel and channel_decay_operator.unsupported_reason(q, Dv) is None:
+    off_tensor_cores = (
+        "tensor cores compute no decay of each channel of v"
+        if right_per_channel
+        else channel_decay_operator.unsupported_reason(q, Dv)
+    )
+    if off_tensor_cores is None:
         return "cuda"
     reason = recurrence.unsupported_reason(q, Dv)
-    if reason is None:
-        return "cuda"
-    if backend == "cuda":
+    if reason is not None and backend == "cuda":
         raise UserError(f"backend='cuda' cannot run this: {reason}")
     if q.device.type == "cuda" and not torch.compiler.is_compiling():
-        warnings.warn(
-            f"these decays run on the chunkwise backend, many times slower than the kernels: {reason}",
-            stacklevel=4,
-        )
-    return "chunkwise"
+        where = None
+        if reason is not None:
+            where = f"on the chunkwise backend, many times slower than the kernels: {reason}"
+        elif q.dtype != torch.float32:
+            where = f"in fp32, 4 to 17 times slower than on tensor cores: {off_tensor_cores}"
+        if where is not None:
+            warnings.warn(f"these decays run {where}", stacklevel=4)
+    return "cuda" if reason is None else "chunkwise"
 
 
 def _attend(backend, q, k, v, l, r, state, chunk_size):

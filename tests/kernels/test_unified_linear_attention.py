@@ -2,6 +2,9 @@
 
 import functools
 import itertools
+import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from lingpt.kernels import channel_decay_operator
 from lingpt.kernels.linear_attention import LinearAttentionState
 from lingpt.kernels.linear_attention.cuda import recurrence
 from lingpt.kernels.unified_linear_attention import (
+    choose,
     unified_linear_attention,
     unified_linear_attention_with_state,
 )
@@ -245,6 +249,24 @@ def test_a_mistake_is_a_line(change, message):
         with pytest.raises(UserError, match=message) as error:
             unified_linear_attention(**({"q": q, "k": k, "v": v, "backend": backend} | change))
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_tensor_cores", "kernel", "backend", "said"),
+    [
+        (torch.bfloat16, None, None, "cuda", None),
+        (torch.bfloat16, "too wide", None, "cuda", "in fp32, 4 to 17 times slower .*: too wide"),
+        (torch.float32, "no fp32", None, "cuda", None),
+        (torch.bfloat16, "too wide", "far too wide", "chunkwise", "on the chunkwise backend.*: far too wide"),
+    ],
+)
+def test_a_slower_path_on_a_gpu_is_said(dtype, on_tensor_cores, kernel, backend, said, monkeypatch) -> None:
+    """Guards: 16-bit inputs that silently run in fp32, token by token, or in PyTorch."""
+    monkeypatch.setattr(channel_decay_operator, "unsupported_reason", lambda q, Dv: on_tensor_cores)
+    monkeypatch.setattr(recurrence, "unsupported_reason", lambda q, Dv: kernel)
+    q: Any = SimpleNamespace(shape=(1, 64, 2, 64), dtype=dtype, device=torch.device("cuda"))
+    with pytest.warns(UserWarning, match=said) if said else warnings.catch_warnings(action="error"):
+        assert choose("auto", q, 64) == backend
 
 
 def test_compiled_for_any_length() -> None:
