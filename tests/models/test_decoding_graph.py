@@ -268,7 +268,7 @@ def test_a_state_that_grows_is_eager(small, tokens, recorded, monkeypatch):
     attn = model.blocks[1].attn
     forward = attn.forward
 
-    def growing(x_BNC, cos_NR, sin_NR, state=None, cu_seqlens=None):
+    def growing(x_BNC, cos_NR, sin_NR, state=None, cu_seqlens=None, values_BNV=None):
         seen = getattr(state, "seen", x_BNC[:, :0])
         state.seen = torch.cat((seen, x_BNC), dim=1)
         return forward(x_BNC, cos_NR, sin_NR, state)
