@@ -28,7 +28,6 @@ differences themselves.
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from typing import Any
 
@@ -38,6 +37,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.kernels import channel_decay_operator
+from lingpt.kernels.checks import NUMBERS, check_are_tensors, check_cu_seqlens, check_flags
 from lingpt.kernels.linear_attention.cuda import recurrence
 from lingpt.kernels.numerics import (
     LOG_ZERO,
@@ -120,7 +120,8 @@ def unified_linear_attention_with_state(
     With `reverse` it is the state before the first token, Σ_j diag(exp L_j) k_j v_jᵀ diag(exp R_j).
     """
     check_inputs(q, k, v, initial_state, cu_seqlens)
-    _check_options(reverse, chunk_size)
+    check_flags(reverse=reverse)
+    _check_chunk_size(chunk_size)
     l, r = _log_decay("left", left, q), _log_decay("right", right, v)
     if cu_seqlens is not None:
         first = first_tokens(cu_seqlens, *q.shape[:2])
@@ -157,14 +158,13 @@ def choose(backend: str, q: Tensor, Dv: int, right_per_channel: bool = False) ->
     reason = recurrence.unsupported_reason(q, Dv)
     if reason is not None and backend == "cuda":
         raise UserError(f"backend='cuda' cannot run this: {reason}")
-    if q.device.type == "cuda" and not torch.compiler.is_compiling():
-        where = None
-        if reason is not None:
-            where = f"on the chunkwise backend, many times slower than the kernels: {reason}"
-        elif q.dtype != torch.float32:
-            where = f"in fp32, 4 to 17 times slower than on tensor cores: {off_tensor_cores}"
-        if where is not None:
-            warnings.warn(f"these decays run {where}", stacklevel=4)
+    slower = ""
+    if reason is not None:
+        slower = f"on the chunkwise backend, many times slower than the kernels: {reason}"
+    elif q.dtype != torch.float32:
+        slower = f"in fp32, 4 to 17 times slower than on tensor cores: {off_tensor_cores}"
+    if slower and q.device.type == "cuda" and not torch.compiler.is_compiling():
+        warnings.warn(f"these decays run {slower}", stacklevel=4)
     return "cuda" if reason is None else "chunkwise"
 
 
@@ -359,33 +359,26 @@ def check_inputs(
 ) -> None:
     """Raises UserError unless these fit each other. others: further arguments, by name, that must be tensors
     on q's device."""
-    tensors: dict[str, Any] = {"q": q, "k": k, "v": v, **others}
-    tensors |= {
-        name: x for name, x in (("initial_state", state), ("cu_seqlens", cu_seqlens)) if x is not None
-    }
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise UserError(f"{name} must be a tensor, not of type {type(x).__name__}")
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, **others}
+    if state is not None:
+        given["initial_state"] = state
+    check_are_tensors(**given)
     if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:-1] != q.shape[:-1]:
         shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in {"q": q, "k": k, "v": v}.items())
         raise UserError(f"q and k must be [B, N, H, Dk] and v [B, N, H, Dv]; got {shapes}")
     if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype):
         raise UserError(f"q, k and v must have one floating-point dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    for name, x in tensors.items():
+    for name, x in given.items():
         if x.device != q.device:
             raise UserError(f"{name} must be on q's device, {q.device}; it is on {x.device}")
     shape, dtype = (q.shape[0], q.shape[2], q.shape[3], v.shape[3]), state_dtype(q.dtype)
     if state is not None and (state.shape != shape or state.dtype != dtype):
         raise UserError(f"initial_state must be {dtype} {list(shape)}; got {state.dtype} {list(state.shape)}")
-    integers = cu_seqlens is None or cu_seqlens.dtype in (torch.int32, torch.int64)
-    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or not cu_seqlens.numel() or not integers):
-        got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-        raise UserError(f"cu_seqlens must be int32 or int64 [sequences + 1]; got {got}")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q)
 
 
-def _check_options(reverse: bool, chunk_size: int) -> None:
-    if not isinstance(reverse, bool):
-        raise UserError(f"reverse must be True or False, not of type {type(reverse).__name__}")
+def _check_chunk_size(chunk_size: int) -> None:
     if not isinstance(chunk_size, int) or chunk_size < BLOCK or chunk_size % BLOCK:
         raise UserError(f"chunk_size={chunk_size} must be a multiple of {BLOCK}")
 
@@ -395,7 +388,7 @@ def _log_decay(name: str, decay: float | Tensor | None, x: Tensor) -> Tensor:
     B, N, H, D = x.shape
     dtype = state_dtype(x.dtype)
     if not isinstance(decay, Tensor):
-        if decay is not None and not isinstance(decay, (int, float, numbers.Real)):
+        if decay is not None and not isinstance(decay, NUMBERS):
             raise UserError(f"{name} must be a number or a tensor, not of type {type(decay).__name__}")
         number = float(decay or 0.0)
         if not number <= 0:

@@ -7,8 +7,6 @@ with the GPU and break a graph. All errors are UserErrors.
 from __future__ import annotations
 
 import math
-import numbers
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lingpt.common.errors import UserError, unknown
+from lingpt.kernels.checks import NUMBERS, check_are_tensors, check_cu_seqlens, check_flags, shown
 from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.linear_attention import recurrent, reference
 from lingpt.kernels.linear_attention.call import (
@@ -31,7 +30,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
 _DIFFERENTIATED = {"reference": reference, "recurrent": recurrent}  # by autograd; others have a backward
 NEEDS_CAUSAL = "log_decay needs causal=True: a decay runs from the past to the present"
-_NUMBERS = (int, float, numbers.Real)  # the last one, of NumPy for instance, takes the longest to check
 
 
 def linear_attention(
@@ -306,7 +304,7 @@ def _packed_call(
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    _check_are_tensors(q=q, k=k, v=v)
+    check_are_tensors(q=q, k=k, v=v)
     shape, dtype, device = q.shape, q.dtype, q.device
     if len(shape) != 4 or k.shape != shape or v.shape != shape:
         shapes = f"{list(shape)}, {list(k.shape)}, {list(v.shape)}"
@@ -332,7 +330,7 @@ def _ways_to_one_shape(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-    _check_are_tensors(qkv=qkv, cos=cos, sin=sin)
+    check_are_tensors(qkv=qkv, cos=cos, sin=sin)
     shape, rope, device = qkv.shape, cos.shape, qkv.device
     if len(shape) != 5 or shape[2] != 3 or qkv.dtype not in DTYPES:
         wanted = "[B, N, 3, H, D] in bf16, fp16, fp32 or float64"
@@ -354,7 +352,7 @@ def _check_projected(
     """Checks a projection with gates, [B, N, 3·H·D + P]; returns its view qkv [B, N, 3, H, D]."""
     if log_decay is not None:
         raise UserError("gate_bias says that the decay is in the projection: leave log_decay at None")
-    _check_are_tensors(qkv=projected, gate_bias=gate_bias)
+    check_are_tensors(qkv=projected, gate_bias=gate_bias)
     if gate_bias.ndim != 1 or not gate_bias.is_floating_point() or gate_bias.device != projected.device:
         got = f"{gate_bias.dtype} {list(gate_bias.shape)} on {gate_bias.device}"
         raise UserError(f"gate_bias must be floating point [H] on {projected.device}; got {got}")
@@ -383,7 +381,7 @@ def _checked_options(
     backend: str,
 ) -> dict[str, Any]:
     """The fields of a `Call` besides its inputs; `like` is q [B, N, H, D] or qkv [B, N, 3, H, D], checked."""
-    _check_flags(normalize=normalize, normalize_qk=normalize_qk, causal=causal)
+    check_flags(normalize=normalize, normalize_qk=normalize_qk, causal=causal)
     _check_sequences(cu_seqlens, like, causal)
     _check_coefficients(a, b, normalize, normalize_qk)
     head_decay, token_decay = _decay(log_decay, like, causal)
@@ -398,31 +396,14 @@ def _checked_options(
     }  # fmt: skip
 
 
-def _check_are_tensors(**given: object) -> None:
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise UserError(f"{name} must be a tensor; got {_shown(x)}")
-
-
-def _check_flags(**given: object) -> None:
-    for name, x in given.items():
-        if not isinstance(x, bool):
-            raise UserError(f"{name} must be True or False; got {_shown(x)}")
-
-
-def _shown(x: object) -> str:
-    """The beginning of its `repr`, in one line."""
-    return " ".join(reprlib.repr(x).split())
-
-
 def _check_coefficients(a: float | Tensor, b: float | Tensor, normalize: bool, normalize_qk: bool) -> None:
     for name, x in (("a", a), ("b", b)):
         if isinstance(x, Tensor):
             continue
-        if not isinstance(x, _NUMBERS):
-            raise UserError(f"{name} must be a number or a tensor [H]; got {_shown(x)}")
+        if not isinstance(x, NUMBERS):
+            raise UserError(f"{name} must be a number or a tensor [H]; got {shown(x)}")
         if not -math.inf < x < math.inf:
-            raise UserError(f"{name} must be finite; got {_shown(x)}")
+            raise UserError(f"{name} must be finite; got {shown(x)}")
     if not normalize:
         return
     if isinstance(a, Tensor) or a != 1:
@@ -458,7 +439,7 @@ def _decay(
     if not isinstance(log_decay, Tensor):
         if not isinstance(log_decay, Sequence) or not all(_is_finite_decay(x) for x in log_decay):
             wanted = "a tensor, or for each head a finite number of at most 0"
-            raise UserError(f"log_decay must be {wanted}; got {_shown(log_decay)}")
+            raise UserError(f"log_decay must be {wanted}; got {shown(log_decay)}")
         log_decay = torch.tensor(log_decay, dtype=state_dtype(like.dtype), device=like.device)
     per_token = (*like.shape[:2], like.shape[-2])
     if log_decay.shape not in (per_token[2:], per_token) or not log_decay.is_floating_point():
@@ -475,20 +456,13 @@ def _decay(
 
 
 def _is_finite_decay(x: object) -> bool:
-    return isinstance(x, _NUMBERS) and -math.inf < float(x) <= 0
+    return isinstance(x, NUMBERS) and -math.inf < float(x) <= 0
 
 
 def _check_sequences(cu_seqlens: object, like: Tensor, causal: bool) -> None:
     if cu_seqlens is None:
         return
-    _check_are_tensors(cu_seqlens=cu_seqlens)
-    assert isinstance(cu_seqlens, Tensor)
-    integers = cu_seqlens.dtype in (torch.int32, torch.int64)
-    if cu_seqlens.ndim != 1 or not cu_seqlens.shape[0] or not integers:
-        got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-        raise UserError(f"cu_seqlens must be int32 or int64 [sequences + 1]; got {got}")
-    if cu_seqlens.device != like.device:
-        raise UserError(f"cu_seqlens must be on {like.device}; got {cu_seqlens.device}")
+    check_cu_seqlens(cu_seqlens, like)
     if not causal:
         raise UserError("cu_seqlens needs causal=True: call each sequence by itself")
 
@@ -497,12 +471,12 @@ def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | N
     if state is None:
         return (None,) * 4
     if not isinstance(state, tuple) or len(state) != 4:
-        got = f"{len(state)} parts" if isinstance(state, tuple) else _shown(state)
+        got = f"{len(state)} parts" if isinstance(state, tuple) else shown(state)
         raise UserError(f"initial_state must be a LinearAttentionState (S, z, c, n); got {got}")
     shapes = state_shapes(like.shape[0], *like.shape[-2:])
     dtype, device = state_dtype(like.dtype), like.device
     for name, x, shape in zip("Szcn", state, shapes, strict=True):
-        _check_are_tensors(**{f"initial_state.{name}": x})
+        check_are_tensors(**{f"initial_state.{name}": x})
         if x.shape != shape or x.dtype != dtype or x.device != device:
             got = f"{x.dtype} {list(x.shape)} on {x.device}"
             raise UserError(f"initial_state.{name} must be {dtype} {list(shape)} on {device}; got {got}")

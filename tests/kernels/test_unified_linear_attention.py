@@ -233,7 +233,7 @@ def test_no_tokens_and_one():
         ({"left": [-0.1] * H}, "left must be a number or a tensor, not of type list"),
         ({"left": torch.zeros(H, device="meta")}, "left must be on q's device, cpu; it is on meta"),
         ({"v": torch.zeros(B, N, H, DV, dtype=torch.float64, device="meta")}, "v must be on q's device, cpu"),
-        ({"k": [0.0]}, "k must be a tensor, not of type list"),
+        ({"k": [0.0]}, r"k must be a tensor; got \[0.0\]"),
         ({"initial_state": LinearAttentionState.zeros(B, H, DK)}, "initial_state must be a tensor"),
         ({"reverse": 1}, "reverse must be True or False"),
         ({"chunk_size": 64.0}, "chunk_size=64.0 must be a multiple of 16"),
