@@ -241,8 +241,8 @@ def _recipes(
     machine: Machine,
     names: Sequence[str] = (),
 ) -> dict[str, Recipe]:
-    """The recipe of each attention, all with the same settings (`_largest_micro_batch`), which do not depend
-    on the names, unless those of UNIFIED are among them."""
+    """The recipe of each attention, all with the same settings (`_largest_micro_batch`): those that fit all
+    of COMPARED and PACKED, and the forms of UNIFIED that are among `names`."""
     sequences = tokens_per_step // shape.seq_len
     train = TrainConfig(
         global_batch_size=sequences,

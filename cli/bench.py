@@ -36,7 +36,7 @@ class Options(RowOptions):
 
     # fmt: off
     only: Annotated[tuple[str, ...], Option(
-        "training, sweep-n, sweep-d, table-1, batch-32, gla-layer, fla (default: all)")] = ()
+        "training, sweep-n, sweep-d, table-1, batch-32, gla-layer, fla-shapes (default: all)")] = ()
     implementations: Annotated[tuple[str, ...], Option(
         "implementations to measure, ours and the baselines (default: all; an unknown name lists them)")] = ()
     quick: Annotated[bool, Option("measure fewer shapes")] = False

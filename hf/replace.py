@@ -27,7 +27,7 @@ from transformers import (
 
 from lingpt.common.errors import UserError
 from lingpt.hf.model import borders
-from lingpt.layers import AttentionLayer, check_alone
+from lingpt.layers import AttentionLayer, check_standalone
 from lingpt.models import Config, ModelArgs, gpt_neox, llama
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.hybrid import SOFTMAX
@@ -87,7 +87,7 @@ def replace_attention(
         known = ", ".join(stock.__name__ for stock in STOCK)
         raise UserError(f"cannot replace the attention of a {type(model).__name__}: give a model of {known}")
     config = _config(model.config, attention)
-    check_alone(config)
+    check_standalone(config)
     linear = [i for i, name in enumerate(config.attention_per_layer) if name != SOFTMAX]
     chosen = linear if layers is None else sorted(set(layers))
     if not chosen or not set(chosen) <= set(range(config.n_layer)):

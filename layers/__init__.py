@@ -31,8 +31,8 @@ class LayerState:
     position: int = 0
 
 
-def check_alone(config: Config) -> None:
-    """Raises UserError for attention that needs a whole model around it."""
+def check_standalone(config: Config) -> None:
+    """Raises UserError for an attention that cannot stand alone, outside of a whole model."""
     if config.shared_values_width is not None:
         raise UserError("value_residual mixes in values that a whole model shares: leave it out of a layer")
 
@@ -48,7 +48,7 @@ class AttentionLayer(Fp32Buffers):
 
     def __init__(self, config: Config, layer_idx: int = 0) -> None:
         super().__init__()
-        check_alone(config)
+        check_standalone(config)
         name = self.attention_name = config.attention_per_layer[layer_idx]
         self.config = config
         self.attn = ATTENTIONS[name](config, layer_idx, **config.attention_options(name))

@@ -111,7 +111,7 @@ def _activations(model: GPT, size: _Bytes, activation_checkpointing: bool, offlo
     hidden = (2 if config.mlp_class_name == "GptNeoxMLP" else 3) * config.intermediate_size
     kept = [block.attn.saved_activations_per_token() + 2 * config.n_embd + hidden for block in model.blocks]
     shared, layers = config.shared_values_width, config.n_layer
-    if offloads:  # of the first layer's input the shared values are made
+    if offloads:  # the shared values keep the embeddings, the first layer's input
         layers = min(2 + (shared is not None), layers)
     inputs = (layers + 1) * config.n_embd  # inputs of each layer, in the weights' dtype
     if not config.parallel_residual:  # and that of the second norm

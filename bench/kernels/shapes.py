@@ -31,7 +31,7 @@ TABLE_1 = Shape(4, 10_000, 16, 128)  # of the paper
 BATCH_1 = Shape(1, 8192, 16, 128)
 LONG = Shape(1, 32768, 16, 128), Shape(1, 131072, 16, 128)
 GLA_1_4B = Shape(1, 8192, 4, 256, 512)  # GLA's own layer in pythia-1.4b
-FLA = (  # those of FLA's own benchmarks, benchmarks/ops/registry.py
+FLA_SHAPES = (  # those of FLA's own benchmarks, benchmarks/ops/registry.py
     Shape(1, 8192, 96, 128),
     Shape(2, 16384, 16, 128),
     Shape(4, 2048, 16, 128),
@@ -48,7 +48,7 @@ SWEEPS: dict[str, tuple[Shape, ...]] = {
     "table-1": (TABLE_1,),
     "batch-32": tuple(Shape(32, N, 16, 64) for N in (1024, 2048, 4096, 8192, 16384)),  # GLA's figure 2
     "gla-layer": (*(Shape(4, 8192, 4, D, 2 * D) for D in (64, 128, 256)), GLA_1_4B),
-    "fla": FLA,
+    "fla-shapes": FLA_SHAPES,
 }
 QUICK: dict[str, tuple[Shape, ...]] = {
     "training": (REFERENCE, BATCH_1),
@@ -57,7 +57,7 @@ QUICK: dict[str, tuple[Shape, ...]] = {
     "table-1": (TABLE_1,),
     "batch-32": tuple(Shape(32, N, 16, 64) for N in (1024, 4096, 16384)),
     "gla-layer": (GLA_1_4B,),
-    "fla": FLA[:2],
+    "fla-shapes": FLA_SHAPES[:2],
 }
 # As many tokens of heads of GPT-2's size, in sequences of different lengths.
 FORM_SHAPES = tuple(Shape(65536 // N, N, 12, 64) for N in (512, 2048, 8192, 16384, 32768, 65536))

@@ -73,7 +73,7 @@ def _text(value: Any) -> str:
 
 
 def unknown_attention(name: str) -> UserError:
-    """The error for a name that is none of an attention or alias."""
+    """The error for a name that is neither an attention nor an alias."""
     if name in FORMS:
         return UserError(f"unknown attention {name!r}: it is a form of unified, unified+form={name}")
     return unknown("attention", name, [*ATTENTIONS, *ALIASES])

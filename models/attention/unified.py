@@ -41,9 +41,10 @@ class Form:
 
     decay, source: in words and where from, for docs/methods.md. start: (H, D) → the initial bias of the
     gates, of shape [gates, H] or [gates, H, D] per channel. gates: (z, k, bias) → k and the log decays
-    [B, N, H] or [B, N, H, D]; z = x W of the shape of the bias, in fp32, without it. scales_k: whether k is
-    another than before. constant: the decays are RetNet's. normalise: y is divided by |q·n_t|, n_t = a_t
-    n_{t−1} + k_t, by at least 1 (`mlstm`), or by q·n_t, which needs positive features (`linear`).
+    [B, N, H] or [B, N, H, D]; z = x W of the shape of the bias, in fp32, without it. scales_k: whether
+    `gates` scale k. constant: whether the decay is RetNet's, a constant of each head. normalise: y is divided
+    by |q·n_t|, n_t = a_t n_{t−1} + k_t, by at least 1 (`mlstm`), or by q·n_t, which needs positive features
+    (`linear`).
     """
 
     decay: str
@@ -103,17 +104,18 @@ def _hgrn_gates(z: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return -torch.expm1(log_f), log_f
 
 
-def _elu(x: Tensor) -> Tensor:
+def _one_plus_elu(x: Tensor) -> Tensor:
     """1 + elu(x), positive in any dtype: 1 + elu(−8) would be 0 in bf16."""
     return x.clamp(max=0).exp() + F.relu(x)
 
 
 _LINEAR = "Katharopoulos et al., arXiv 2006.16236"
 FORMS = {
-    "linear": Form("1; q and k through 1 + elu; y_t / q_t·n_t", _LINEAR, features=_elu, normalise="sum"),
+    "linear": Form("1; q and k through 1 + elu; y_t / q_t·n_t", _LINEAR, features=_one_plus_elu,
+                   normalise="sum"),
     "linear-softplus": Form("1; q and k through softplus; y_t / q_t·n_t", _LINEAR, features=F.softplus,
                             normalise="sum"),
-    "linear-unnormalised": Form("1; q and k through 1 + elu", _LINEAR, features=_elu),
+    "linear-unnormalised": Form("1; q and k through 1 + elu", _LINEAR, features=_one_plus_elu),
     "linear-softplus-unnormalised": Form("1; q and k through softplus", _LINEAR, features=F.softplus),
     "linear-identity": Form("1", _LINEAR),
     "retnet": Form("γ_h = 1 − 2^(−5 − 8h/H)", "RetNet, arXiv 2307.08621", rope=True, constant=True),
