@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lingpt.common.errors import UserError, unknown
@@ -61,20 +62,24 @@ def linear_attention(
     for layers that normalise each head's output afterwards, which removes any factor per token. With a = 0, b
     = 1 it is RetNet's retention, lightning attention, simple GLA and Mamba-2's SSD.
 
+    With a = 0 and the normaliser o_i = Σ_j w_ij v_j / Σ_j w_ij, w_ij = q̂_i·k̂_j γ_{j+1} ⋯ γ_i: for features
+    that are positive, as 1 + elu; the caller sees to that. b cancels.
+
     Args:
         q, k, v: [B, N, H, D] of one dtype (bf16, fp16, fp32, float64) and device; strided views are fine.
         b: a number, |b| ≤ 1, or a tensor [H], which gets a gradient and whose values are not checked.
-        a: only with `normalize=False`: a number or a tensor [H]; a and b may then have any size and sign.
-            With the normaliser only b/a matters, and a is 1.
+        a: with `normalize=False` a number or a tensor [H]; a and b may then have any size and sign. With the
+            normaliser only b/a matters, and a is 1, or 0.
         log_decay: ln γ ≤ 0 (not checked in a tensor: above 0 the past grows, and may overflow); None is
             γ = 1. Needs `causal`. Its shape is one of:
             [H]        a finite constant per head, without a gradient (log_decay.expand(B, N, H) has one);
             [B, N, H]  a decay per token, with a gradient: everything before token t decays by γ_t. −inf is a
                        reset: finite values before that token have weight exactly 0. A NaN or infinity there
                        still spreads, as 0 · NaN is NaN: padding of packed sequences must be finite.
-            [B, N, H, D]  likewise for each channel of k, with normalize=False and a = 0 alone: the call of
-                       `unified_linear_attention(b·q̂, k̂, v, left=log_decay)`, with its backends. Of a state
-                       S alone is read, and z, c and n are returned as zeros.
+            [B, N, H, D]  likewise for each channel of k, with a = 0 alone.
+            With [B, N, H, D], or a = 0 under the normaliser, it is the call of
+            `unified_linear_attention(b·q̂, k̂, v, left=log_decay)`, with its backends; the normaliser is a
+            column of ones in v. Of a state S is read, and z under the normaliser; the rest is zeros.
         cu_seqlens: int32 or int64 [sequences + 1], from 0 to B·N, not decreasing (not checked), as in
             FlashAttention: the B·N tokens, row after row, are sequences of different lengths, one after the
             other; each row begins with one. Outputs and gradients are those of separate calls: each sequence
@@ -114,8 +119,8 @@ def linear_attention(
         a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
         normalize_qk=normalize_qk, initial_state=initial_state, backend=backend,
     )  # fmt: skip
-    if _is_by_channel(log_decay):
-        return _by_channel(q, k, v, context, **options)[0]
+    if _is_unified(**options):
+        return _unified(q, k, v, context, **options)[0]
     return _run(_call(q, k, v, return_state=False, **options), context)[0]
 
 
@@ -144,8 +149,8 @@ def linear_attention_with_state(
         a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
         normalize_qk=normalize_qk, initial_state=initial_state, backend=backend,
     )  # fmt: skip
-    if _is_by_channel(log_decay):
-        return _by_channel(q, k, v, None, **options)
+    if _is_unified(**options):
+        return _unified(q, k, v, None, **options)
     return _run(_call(q, k, v, return_state=True, **options))
 
 
@@ -231,39 +236,59 @@ def _run(call: Call, context: Context | None = None) -> tuple[Tensor, Any]:
     return o, LinearAttentionState(*parts)
 
 
-def _is_by_channel(log_decay: object) -> bool:
-    return isinstance(log_decay, Tensor) and log_decay.ndim == 4
+def _is_unified(*, a: float | Tensor, log_decay: object, normalize: bool, **_: Any) -> bool:
+    by_channel = isinstance(log_decay, Tensor) and log_decay.ndim == 4
+    return by_channel or (normalize is True and isinstance(a, NUMBERS) and a == 0)
 
 
-def _by_channel(
-    q: Tensor, k: Tensor, v: Tensor, context: Context | None, *, log_decay: Tensor, **options: Any
+def _unified(
+    q: Tensor, k: Tensor, v: Tensor, context: Context | None, *, log_decay: Any, **options: Any
 ) -> tuple[Tensor, LinearAttentionState]:
-    """o and the final state of the call of `unified_linear_attention` that a decay of each channel is."""
+    """o and the final state of the call of `unified_linear_attention` that a decay of each channel is, or
+    a = 0 under the normaliser."""
     # Imported here, as its operators take longer to register than all else that `linear_attention` needs.
     from lingpt.kernels.unified_linear_attention import unified_linear_attention_with_state
 
     _check_qkv(q, k, v)
-    a, b, state = options["a"], options["b"], options["initial_state"]
-    if options["normalize"] or isinstance(a, Tensor) or a != 0:
-        raise UserError("log_decay [B, N, H, D] needs normalize=False and a=0: it decays the channels of k")
-    if not options["causal"]:
-        raise UserError(NEEDS_CAUSAL)
-    if context is not None:
-        raise UserError("log_decay [B, N, H, D] takes no context; gated_linear_attention does")
-    if log_decay.shape != q.shape or not log_decay.is_floating_point() or log_decay.device != q.device:
-        got = f"{log_decay.dtype} {list(log_decay.shape)} on {log_decay.device}"
-        raise UserError(f"log_decay must be floating point {list(q.shape)} on {q.device}; got {got}")
-    _checked_options(q, log_decay=None, return_state=True, **options)
-    dtype = state_dtype(q.dtype)
+    log_decay = _unified_decay(q, context, log_decay, **options)
+    b, normalize, state = options["b"], options["normalize"], options["initial_state"]
+    (B, _, H, D), dtype = q.shape, state_dtype(q.dtype)
     if options["normalize_qk"]:
         q, k = (x * reciprocal_norm(x) for x in (q.to(dtype), k.to(dtype)))
     q = per_head(b, 4, 2, dtype) * q
+    S = None if state is None else state.S
+    values = v
+    if normalize:  # the sum of the weights is that of a column of ones
+        values = F.pad(v, (0, 1), value=1.0)
+        S = None if state is None else torch.cat((state.S, state.z.unsqueeze(-1)), dim=-1)
     o, S = unified_linear_attention_with_state(
-        q.to(v.dtype), k.to(v.dtype), v, log_decay, initial_state=None if state is None else state.S,
+        q.to(v.dtype), k.to(v.dtype), values, log_decay, initial_state=S,
         cu_seqlens=options["cu_seqlens"], backend=options["backend"],
     )  # fmt: skip
-    B, _, H, D = q.shape
-    return o, LinearAttentionState.zeros(B, H, D, device=q.device, dtype=dtype)._replace(S=S)
+    after = LinearAttentionState.zeros(B, H, D, device=q.device, dtype=dtype)
+    if not normalize:
+        return o, after._replace(S=S)
+    return o[..., :D] / o[..., D:], after._replace(S=S[..., :D], z=S[..., D])
+
+
+def _unified_decay(q: Tensor, context: Context | None, log_decay: Any, **options: Any) -> Tensor | None:
+    """Checks the arguments of `_unified` besides q, k and v; returns the decay as a tensor."""
+    by_channel = isinstance(log_decay, Tensor) and log_decay.ndim == 4
+    what = "log_decay [B, N, H, D]" if by_channel else "a=0 under the normaliser"
+    if isinstance(options["a"], Tensor) or options["a"] != 0:
+        raise UserError(f"{what} needs a=0: it decays the channels of k")
+    if not options["causal"]:
+        raise UserError(NEEDS_CAUSAL if by_channel else f"{what} needs causal=True")
+    if context is not None:
+        raise UserError(f"{what} takes no context; gated_linear_attention does")
+    checked = _checked_options(q, log_decay=None if by_channel else log_decay, return_state=True, **options)
+    if not by_channel:
+        head_decay = checked["head_log_decay"]
+        return checked["token_log_decay"] if head_decay is None else head_decay
+    if log_decay.shape != q.shape or not log_decay.is_floating_point() or log_decay.device != q.device:
+        got = f"{log_decay.dtype} {list(log_decay.shape)} on {log_decay.device}"
+        raise UserError(f"log_decay must be floating point {list(q.shape)} on {q.device}; got {got}")
+    return log_decay
 
 
 # The calls that the arguments make.
@@ -292,6 +317,8 @@ def _packed_call(
     elif head_size is not None:
         raise UserError("head_size is for a projection that has gates: give their gate_bias, too")
     _check_packed(qkv, cos, sin)
+    if _is_unified(log_decay=log_decay, **options):
+        raise UserError("a=0 under the normaliser needs q, k and v by themselves: linear_attention")
     checked = _checked_options(qkv, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=True, **options)
     needs_gradient = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     if needs_gradient and checked["backend"] not in _DIFFERENTIATED:
@@ -406,9 +433,9 @@ def _check_coefficients(a: float | Tensor, b: float | Tensor, normalize: bool, n
             raise UserError(f"{name} must be finite; got {shown(x)}")
     if not normalize:
         return
-    if isinstance(a, Tensor) or a != 1:
-        raise UserError("under the normaliser only b/a counts: leave a at 1, or pass normalize=False")
-    if normalize_qk and not isinstance(b, Tensor) and not -1.0 <= b <= 1.0:
+    if isinstance(a, Tensor) or a not in (0, 1):
+        raise UserError("under the normaliser only b/a counts: a is 1 or 0, or pass normalize=False")
+    if a and normalize_qk and not isinstance(b, Tensor) and not -1.0 <= b <= 1.0:
         raise UserError(f"|b| must be at most 1 with normalize_qk, or weights turn negative; got {b}")
 
 
