@@ -44,16 +44,30 @@ def true_fp32(device: torch.device) -> Iterator[None]:
         if torch.compiler.is_compiling():  # a graph cannot change the backends' precision
             yield
             return
-        backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-        matmul = backend.matmul
-        before = matmul.fp32_precision
-        if before != "ieee":
-            matmul.fp32_precision = "ieee"
-        try:
+        with matmul_precision(device.type, "ieee"):
             yield
-        finally:
-            if before != "ieee":
-                matmul.fp32_precision = before
+
+
+@contextmanager
+def matmul_precision(device_type: str, precision: str) -> Iterator[None]:
+    """Sets PyTorch's precision of fp32 products, "ieee" or "tf32", and back."""
+    backend: Any = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+    matmul = backend.matmul
+    before = matmul.fp32_precision
+    if before != precision:
+        matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        if before != precision:
+            matmul.fp32_precision = before
+
+
+def allows_tf32() -> bool:
+    """Whether PyTorch's own products may be in TF32 on CUDA devices. To read `allow_tf32`, the older switch,
+    raises if the newer one was set, too; this one has what either was set to last."""
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision == "tf32"
 
 
 def per_head(x: float | Tensor, ndim: int, dim: int, dtype: torch.dtype) -> float | Tensor:

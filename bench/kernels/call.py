@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from lingpt.bench.clock import Clock
 from lingpt.bench.kernels import oracles
 from lingpt.bench.kernels.implementations import IMPLEMENTATIONS, Implementation
 from lingpt.bench.kernels.shapes import LONG, REFERENCE, Shape
+from lingpt.kernels.numerics import matmul_precision
 
 TAIL = 256  # rows of a softmax that its oracle computes: the last ones, which alone determine their keys' dk
 ONE_SLICE = 65536  # tokens from which the oracle takes one (batch, head) slice instead of four
@@ -35,14 +37,16 @@ class BenchCall:
 
     def forward(self) -> None:
         self.clear()  # otherwise two outputs would be in memory
-        self.o = self.implementation.call(self.inputs)
+        with self._precision():
+            self.o = self.implementation.call(self.inputs)
 
     def backward(self) -> None:
         assert self.o is not None, "backward follows forward"
         self.grads = ()
         if self.backward_unsupported_reason:
             return
-        self.grads = torch.autograd.grad(self.o, list(self.leaves.values()), self.do)
+        with self._precision():
+            self.grads = torch.autograd.grad(self.o, list(self.leaves.values()), self.do)
 
     def both(self) -> None:
         self.forward()
@@ -50,6 +54,9 @@ class BenchCall:
 
     def clear(self) -> None:
         self.o, self.grads = None, ()
+
+    def _precision(self) -> AbstractContextManager[None]:
+        return matmul_precision("cuda", "tf32") if self.implementation.tf32 else nullcontext()
 
 
 class Graphs(NamedTuple):

@@ -52,6 +52,7 @@ class Implementation:
     min_traffic: tuple[int, int] = (4, 8)  # tensors of U bytes that forward and backward must read or write
     quadratic: bool = False  # whether time grows with the square of N
     ours: bool = False
+    tf32: bool = False  # whether PyTorch's switch of TF32 is on, in both passes
     tolerance: float = 2e-2  # relative RMS error of bf16; beyond it a result is wrong
     autotunes: bool = False  # takes minutes with a cold cache
     training_only: bool = False  # a variant: measured at the training shapes, not swept
@@ -87,6 +88,10 @@ def _first_reason(
 
 def _cuda_device(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
     return None if device.type == "cuda" and torch.cuda.is_available() else "needs a CUDA device"
+
+
+def _fp32(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    return None if dtype == torch.float32 else "float32 only"
 
 
 def _package(module: str, name: str, install: str) -> Need:
@@ -229,6 +234,9 @@ _MLSTM = (_cuda_device, _package("mlstm_kernels", "mlstm-kernels", install_comma
 
 _KERNELS = (
     Implementation("ours", "ours", inputs.random, _ours("cuda"), _ours("chunkwise"), _GPU, ours=True),
+    Implementation("ours-tf32", "ours, in TF32", inputs.random, _ours("cuda"), _ours("chunkwise"),
+                   (*_GPU, _fp32), ours=True, tf32=True, tolerance=2e-3,
+                   variant_of="ours", colour_of="ours"),
     Implementation("ours-decay", "ours, with decay", inputs.decayed, _ours("cuda"), _ours("chunkwise"),
                    _GPU, ours=True, training_only=True,
                    variant_of="ours"),

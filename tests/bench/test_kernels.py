@@ -32,6 +32,7 @@ from lingpt.bench.kernels.warm import WARM_N, warm_up
 from lingpt.bench.results import Session, Skipped
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
+from lingpt.kernels.numerics import allows_tf32
 from lingpt.plots.figures import FORMATS
 from lingpt.plots.palette import COLOURS
 from lingpt.tests.oracles import simple_gla
@@ -493,6 +494,25 @@ def test_a_variant_is_interleaved_with_its_base(monkeypatch: pytest.MonkeyPatch)
     per_turn = 1.01 ** (2 * 5)  # the base comes two spans of five later
     found = interleaved_ratios(graphs, base, Clock(CPU), turns=25)
     assert found == pytest.approx([2.1 / 2 / per_turn, 4.4 / 4 / per_turn])
+
+
+def test_the_switch_of_tf32_is_on_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a backward pass, or the next implementation, with the other's switch."""
+    seen = []
+
+    def call(x: inputs.Inputs) -> torch.Tensor:
+        o = IMPLEMENTATIONS["ours-chunkwise"].call(x)
+        o.register_hook(lambda do: seen.append(allows_tf32()))
+        seen.append(allows_tf32())
+        return o
+
+    for name in ("ours-tf32", "ours"):
+        implementation = dataclasses.replace(IMPLEMENTATIONS[name], call=call)
+        BenchCall(implementation, Shape(1, 8, 1, 8), torch.float32, CPU).both()
+    assert seen == [True, True, False, False]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert IMPLEMENTATIONS["ours-tf32"].unsupported_reason() == "float32 only"
+    assert IMPLEMENTATIONS["ours-tf32"].unsupported_reason(dtype=torch.float32) is None
 
 
 def test_replays_are_timed_checked_and_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ class Build:
 
     arch: str
     D: int
+    products: int  # in TF32 for one in fp32: 3, or 1 where its precision is enough
 
     @functools.cached_property
     def slices(self) -> int:
@@ -111,12 +112,14 @@ class Build:
         defines = {
             "TF32_PARAMS_BYTES": POINTERS.size + LAYOUT.size,
             "TF32_ROW_PARAMS_BYTES": ROW_POINTERS.size + ROW_LAYOUT.size,
+            "PRODUCTS": self.products,
             "SCAN_BYTES": scan,
             "STATES_BYTES": states,
             "LOG_ZERO": f"{LOG_ZERO[torch.float32]}f",
             "NORM_EPS": f"{NORM_EPS}f",
         }
-        return KernelSpec(SOURCE, tuple(self.names.values()), defines, (self.arch,), f"D = {self.D}")
+        title = f"D = {self.D}, {self.products} TF32 product{'s' * (self.products > 1)}"
+        return KernelSpec(SOURCE, tuple(self.names.values()), defines, (self.arch,), title)
 
     @functools.cached_property
     def kernels(self) -> dict[str, Kernel]:
@@ -132,7 +135,8 @@ build_for = functools.cache(Build)  # which keeps its kernels
 
 def specs() -> list[KernelSpec]:
     """The builds that `lingpt kernels` compiles ahead."""
-    return [build_for(arch, D).spec for arch in supported_architectures() for D in HEAD_DIMS]
+    builds = itertools.product(supported_architectures(), HEAD_DIMS, (3, 1))
+    return [build_for(*build).spec for build in builds]
 
 
 def segmentation(N: int, blocks: int, slots: int, chunk: int) -> tuple[int, int]:
@@ -206,10 +210,10 @@ class Launch(NamedTuple):
 class Plan:
     """Launches on arrays of one shape [B, N, H, D], and their memory, the base "scratch"."""
 
-    def __init__(self, device: torch.device, shape: tuple[int, int, int, int]) -> None:
+    def __init__(self, device: torch.device, shape: tuple[int, int, int, int], products: int) -> None:
         arch, processors = card(device)
         self.device, self.shape = device, shape
-        self.build = build = build_for(arch, shape[3])
+        self.build = build = build_for(arch, shape[3], products)
         B, N, H, _ = shape
         slots = processors * build.blocks
         self.segments, self.segment_len = segmentation(N, build.slices * B * H, slots, build.chunk)

@@ -34,7 +34,14 @@ from lingpt.kernels.linear_attention.cuda.tf32 import (
     fits,
     fitting,
 )
-from lingpt.kernels.numerics import LOG_ZERO, decay_gradient, per_head, rotate, rotate_backward
+from lingpt.kernels.numerics import (
+    LOG_ZERO,
+    allows_tf32,
+    decay_gradient,
+    per_head,
+    rotate,
+    rotate_backward,
+)
 
 
 class _Layout(NamedTuple):
@@ -42,6 +49,7 @@ class _Layout(NamedTuple):
 
     device: torch.device
     shape: tuple[int, int, int, int]
+    products: int  # as in Build
     strides: tuple[tuple[str, tuple[int, int, int]], ...]  # of the tensors, by name
     a: float | None  # None: a tensor, like b
     b: float | None
@@ -75,6 +83,7 @@ class _Tensors(dict[str, Tensor]):
         return _Layout(
             call.device,
             call.shape,
+            _products(call),
             tuple([(name, _token_strides(x)) for name, x in self.items()]),
             a=None if isinstance(a, Tensor) else a,
             b=None if isinstance(b, Tensor) else b,
@@ -87,6 +96,11 @@ class _Tensors(dict[str, Tensor]):
 
     def addresses(self) -> dict[str, int]:
         return {name: x.data_ptr() for name, x in self.items()}
+
+
+def _products(call: Call) -> int:
+    """One of 16-bit inputs, which TF32 holds and to which o is rounded, or where the user allows it."""
+    return 1 if call.dtype != torch.float32 or allows_tf32() else 3
 
 
 def _token_strides(x: Tensor) -> tuple[int, int, int]:
@@ -103,7 +117,7 @@ class _Planned(Plan):
     """
 
     def __init__(self, layout: _Layout, *, first: bool) -> None:
-        super().__init__(layout.device, layout.shape)
+        super().__init__(layout.device, layout.shape, layout.products)
         B, N, H, _ = layout.shape
         self.arrays = {name: Array(name, strides) for name, strides in layout.strides}
         self.stats = [Array("stats", (H * N, 1, N), 4 * i * B * H * N) for i in range(3)]  # as in Outputs

@@ -1,5 +1,6 @@
 // The scan in fp32 with a decay that all channels share, y_i = Σ_{j≤i} γ_{j+1} ⋯ γ_i (a_i·b_j) c_j, on tensor cores in
-// TF32. Each product is three: x = hi + lo, and x·y = hi·hi + hi·lo + lo·hi but for 2⁻²² of it.
+// TF32. Each product is PRODUCTS = 3 of these: x = hi + lo, and x·y = hi·hi + hi·lo + lo·hi but for 2⁻²² of it; or 1, of
+// the nearest numbers.
 //
 // In blocks of 16 tokens, with Γ the products of decays:
 //   yᵀ = Sᵀ (a Γ)ᵀ + cᵀ Aᵀ,   A_ij = Γ_ij a_i·b_j for j ≤ i,   Sᵀ ← γ Sᵀ + (c Γ)ᵀ b
@@ -59,23 +60,30 @@ static_assert(sizeof(Tf32Params) == TF32_PARAMS_BYTES, "PARAMS of tf32.py");
 
 // N numbers of a fragment, each the sum of two in TF32; `hi` is the nearest, or x cut off. Left operands are rounded:
 // one of the two is enough for a lo·lo, which is left out, without a bias. Right ones are more, so only those of the
-// scores, and the scores themselves, are: `lo` is then half as large and of either sign.
+// scores, and the scores themselves, are: `lo` is then half as large and of either sign. Of one
+// product `hi` is all there is.
 template <int N, bool NEAREST = N == 4>
 struct Split {
   u32 hi[N], lo[N];
   DEVICE explicit Split(const float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      hi[i] = (__float_as_uint(x[i]) + (NEAREST ? 0x1000 : 0)) & 0xffffe000u;
-      lo[i] = __float_as_uint(x[i] - __uint_as_float(hi[i]));
+      if constexpr (PRODUCTS == 1) {
+        hi[i] = nearest_tf32(x[i]);
+      } else {
+        hi[i] = (__float_as_uint(x[i]) + (NEAREST ? 0x1000 : 0)) & 0xffffe000u;
+        lo[i] = __float_as_uint(x[i] - __uint_as_float(hi[i]));
+      }
     }
   }
 };
 // d gets the large product, `left` and `right` those of a's and b's rest: sums apart wait less for one another.
 template <bool NEAREST>
 DEVICE void mma(float (&d)[4], float (&left)[4], float (&right)[4], const Split<4>& a, const Split<2, NEAREST>& b) {
-  mma_tf32(left, a.lo, b.hi);
-  mma_tf32(right, a.hi, b.lo);
+  if constexpr (PRODUCTS == 3) {
+    mma_tf32(left, a.lo, b.hi);
+    mma_tf32(right, a.hi, b.lo);
+  }
   mma_tf32(d, a.hi, b.hi);
 }
 

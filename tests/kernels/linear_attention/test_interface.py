@@ -304,8 +304,8 @@ def test_the_user_s_matmul_precision_is_left_as_it_was(asked):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("asked", ["highest", "high"])
-def test_fp32_on_a_gpu_is_true_fp32(asked):
+@pytest.mark.parametrize(("asked", "limit"), [("highest", 1e-5), ("high", 1e-2)])
+def test_fp32_on_a_gpu_has_the_precision_that_is_asked(asked, limit):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 500, 4, 64, generator=generator).cuda() for _ in range(3))
     before = torch.get_float32_matmul_precision()
@@ -315,7 +315,7 @@ def test_fp32_on_a_gpu_is_true_fp32(asked):
     finally:
         torch.set_float32_matmul_precision(before)
     exact = linear_attention(*(x.double() for x in (q, k, v)), backend="reference")
-    assert (o.double() - exact).abs().max() < 1e-5  # TF32 is off by some 1e-3
+    assert limit / 1e3 < (o.double() - exact).abs().max() < limit
 
 
 # Dispatch: a stand-in for the CUDA kernel, which the dispatch must call on what it supports

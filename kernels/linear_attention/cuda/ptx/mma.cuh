@@ -29,6 +29,13 @@ DEVICE void mma_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The nearest number in TF32; NaN stays NaN.
+DEVICE u32 nearest_tf32(float x) {
+  u32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
 // Load four 8×8 tiles of 16-bit numbers from shared memory, or store them (sm_90); lanes 8i … 8i+7 provide the row
 // addresses of tile i.
 DEVICE void ldmatrix(u32 (&r)[4], u32 address) {

@@ -417,10 +417,11 @@ def test_the_recurrence_compiles_without_spills(arch: str) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize("D", [8, 32, 64, 96])  # wider ones spill a few bytes on some architectures
+@pytest.mark.parametrize("products", [1, 3])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-def test_fp32_on_tensor_cores_compiles_without_spills(arch: str, D: int) -> None:
+def test_fp32_on_tensor_cores_compiles_without_spills(arch: str, products: int, D: int) -> None:
     """Guards: the same of a shared decay in fp32, and that a block fits the card."""
-    build = tf32.Build(arch, D)
+    build = tf32.Build(arch, D, products)
     module = build.spec.compile(arch)
     assert set(module.resources) == set(build.names.values())
     assert not [f"{name}: {use}" for name, use in module.resources.items() if use.spills]

@@ -22,6 +22,7 @@ from lingpt.kernels.linear_attention.cuda import (
     tf32_passes,
 )
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+from lingpt.kernels.numerics import allows_tf32, matmul_precision
 from lingpt.tests import oracles
 from lingpt.tests.kernels.linear_attention.cuda import on_gpu
 from lingpt.tests.kernels.linear_attention.cuda.test_channel_emulated import Compiled, watched
@@ -103,6 +104,42 @@ def test_every_result_is_that_of_fp32(case: tuple, emulated) -> None:
     assert off < 3e-6, name
 
 
+TF32_CASES = [
+    (21, 32, "token"),
+    (19, 64, "head, free"),
+    pytest.param((37, 64, "token"), marks=pytest.mark.slow),
+    pytest.param((19, 128, "head"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("case", TF32_CASES, ids=str)
+def test_one_product_where_tf32_is_allowed(case: tuple, emulated) -> None:
+    """Guards: a pass that does not read the switch, or that always has it on; numbers cut off to TF32."""
+    N, D, kind = case
+    x, options = oracles.inputs(1, N, 2, D, FP32), options_of(kind, 1, N, 2, D)
+    exact, off = in_float64(*x, **options), {}
+    for precision in ("ieee", "tf32"):
+        with matmul_precision("cuda", precision):
+            found = forward_backward(*x, backend="cuda", **options)
+        off[precision], name = worst(found, exact)
+    assert off["ieee"] < 3e-6 and off["tf32"] < 1.5e-3, name
+    assert min(relative(found[name], exact[name]) for name in ("o", "dq", "dk", "dv")) > 1e-4
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float16, 1e-3), pytest.param(BF16, 3e-3, marks=pytest.mark.slow)]
+)
+def test_16_bits_of_wide_heads(dtype: torch.dtype, limit: float, emulated) -> None:
+    """Guards: one product is enough for them, without the switch."""
+    x, options = oracles.inputs(1, 19, 1, 144, dtype), options_of("token", 1, 19, 1, 144)
+    found, exact = forward_backward(*x, backend="cuda", **options), in_float64(*x, **options)
+    off, name = worst(found, exact)
+    assert off < limit, name
+    assert relative(found["S"], exact["S"]) > 1e-4  # fp32
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("D", [20, 24])
 def test_pieces_of_sequences(D: int, emulated) -> None:
@@ -127,23 +164,24 @@ def test_pieces_of_sequences(D: int, emulated) -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("D", [20, 24])
-def test_16_bits_packed_rotated_and_in_sequences(D: int, emulated) -> None:
+@pytest.mark.parametrize(("D", "dtype"), [(20, BF16), (24, BF16), (24, FP32)])
+def test_tf32_packed_rotated_and_in_sequences(D: int, dtype: torch.dtype, emulated) -> None:
     """Guards: RoPE and its transpose, borders of sequences, o's rounding in backward, gates' bias."""
     N, H = 24, 2
     angle = torch.arange(N)[:, None] * torch.ones(6)
-    projected = randn(1, N, 3 * H * D + H, seed=0, dtype=BF16)
-    bias, do = torch.tensor([2.0, 4.0]), randn(1, N, H, D, seed=1, dtype=BF16)
+    projected = randn(1, N, 3 * H * D + H, seed=0, dtype=dtype)
+    bias, do = torch.tensor([2.0, 4.0]), randn(1, N, H, D, seed=1, dtype=dtype)
     results = []
     for name, change in (("cuda", lambda x: x), ("chunkwise", torch.Tensor.double)):
         leaves = [change(y).requires_grad_() for y in (projected, bias)]
-        o = linear_attention_qkv(
-            leaves[0], change(angle.cos()), change(angle.sin()), gate_bias=leaves[1], head_size=D,
-            cu_seqlens=torch.tensor([0, 7, 7, N]), backend=name,
-        )  # fmt: skip
-        results.append((o, *torch.autograd.grad(o, leaves, change(do))))
+        with matmul_precision("cuda", "tf32"):
+            o = linear_attention_qkv(
+                leaves[0], change(angle.cos()), change(angle.sin()), gate_bias=leaves[1], head_size=D,
+                cu_seqlens=torch.tensor([0, 7, 7, N]), backend=name,
+            )  # fmt: skip
+            results.append((o, *torch.autograd.grad(o, leaves, change(do))))
     off = [relative(x, exact) for x, exact in zip(*results, strict=True)]
-    assert max(off) < 4e-3, off
+    assert max(off) < (1e-3 if dtype == FP32 else 4e-3), off
 
 
 @pytest.mark.nvrtc
@@ -159,6 +197,22 @@ def test_backward_follows_another_backends_forward(emulated, monkeypatch: pytest
     monkeypatch.setattr(operator, "cuda_backends", lambda: (passes,))
     off, name = worst(forward_backward(*x, backend="cuda", **options), in_float64(*x, **options))
     assert off < 3e-6, name
+
+
+def test_every_way_to_allow_tf32_counts() -> None:
+    """Guards: a switch that is not seen, or raises as another was set before it."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert allows_tf32()
+        matmul.fp32_precision = "ieee"
+        assert not allows_tf32()
+        matmul.allow_tf32 = True
+        assert allows_tf32()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = before
 
 
 @pytest.mark.slow
@@ -222,7 +276,7 @@ def test_a_sum_on_tensor_cores(reverse: bool, emulated, monkeypatch: pytest.Monk
         )
         for i, (y, factor, last) in enumerate(zip(x, *numbers, strict=True))
     ]
-    plan = tf32.Plan(torch.device("cpu"), (B, N, H, D))
+    plan = tf32.Plan(torch.device("cpu"), (B, N, H, D), products=3)
     sums = tf32.Sums(plan, tf32.Array("decay", decay.stride()), reverse)
     states = sums.states(*operands[1:], True, None)
     rows_of_y, y_last, end = plan.empty_rows(), plan.empty_numbers(), tf32.Array("end", (0, 0, 0))
@@ -262,6 +316,39 @@ def test_fp32_on_a_gpu(D: int, kind: str) -> None:
     x, options = on_gpu.inputs(2, 1000, 3, D, FP32), options_of(kind, 2, 1000, 3, D, "cuda")
     off, name = worst(on_gpu.run(*x, **options), in_float64(*x, **options))
     assert off < 2e-5, name
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["", "token", "head, free"])
+@pytest.mark.parametrize("D", [32, 64, 128, 256])
+def test_tf32_on_a_gpu(D: int, kind: str) -> None:
+    """Guards: the switch, in both positions."""
+    x, options = on_gpu.inputs(2, 1000, 3, D, FP32), options_of(kind, 2, 1000, 3, D, "cuda")
+    exact = in_float64(*x, **options)
+    for precision, least, most in (("tf32", 1e-4, 5e-3), ("ieee", 0.0, 2e-5)):
+        with matmul_precision("cuda", precision):
+            off, name = worst(on_gpu.run(*x, **options), exact)
+        assert least < off < most, name
+
+
+@gpu
+def test_a_compiled_graph_reads_the_switch_of_tf32_when_it_runs() -> None:
+    """Guards: the precision of the first call, in later ones."""
+    *x, do = on_gpu.inputs(1, 300, 2, 64, FP32)
+    leaves = [y.requires_grad_() for y in x]
+    compiled, results = torch.compile(linear_attention, fullgraph=True), []
+    before = torch.get_float32_matmul_precision()
+    try:
+        for asked in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(asked)
+            for attend in (linear_attention, compiled):
+                o = attend(*leaves, backend="cuda")
+                results.append((o, *torch.autograd.grad(o, leaves, do)))
+            assert all(torch.equal(*both) for both in zip(*results[-2:], strict=True))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for exact, off, again in zip(*results[::2], strict=True):
+        assert torch.equal(exact, again) and not torch.equal(exact, off)
 
 
 @gpu
