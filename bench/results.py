@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import torch
 
 from lingpt.bench.environment import environment
-from lingpt.common.errors import UserError, first_line, nearest
+from lingpt.common.errors import UserError, first_line, unknown
 from lingpt.common.files import read_json_object, write_errors, write_json, write_text
 
 
@@ -214,8 +214,7 @@ def chosen(what: str, names: Iterable[str], known: Collection[str], default: Ite
     names = list(dict.fromkeys(names))
     for name in names:
         if name not in known:
-            guess = nearest(name, known)
-            raise UserError(f"unknown {what} {name!r}{guess}: use one of: {', '.join(known)}")
+            raise unknown(what, name, known)
     return names or list(default)
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -73,22 +73,10 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the known word nearest to `word`; empty if none is near."""
-    question = _did_you_mean(word, known, 0.5)
-    return f" ({question})" if question else ""
+    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for a name that is not among the known ones."""
-    return UserError(f"unknown {kind} {name!r}: {suggestion(name, known)}")
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?` for the known name nearest to `name`; if none is near, a list of all of them."""
-    known = list(known)
-    return _did_you_mean(name, known, 0.4) or f"use one of: {', '.join(known)}"
-
-
-def _did_you_mean(name: str, known: Iterable[str], similarity: float) -> str:
-    """The question; empty if no known name has at least this similarity (0 to 1)."""
-    match = difflib.get_close_matches(str(name), list(known), n=1, cutoff=similarity)
-    return f"did you mean {match[0]!r}?" if match else ""
+def unknown(kind: str, name: str, known: Collection[str]) -> UserError:
+    """The error for a name that is not among the known ones: the nearest of them, and all."""
+    return UserError(f"unknown {kind} {name!r}{nearest(name, known)}: use one of: {', '.join(known)}")

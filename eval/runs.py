@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from lingpt.common.errors import UserError, name_on_stderr, skip_failing, suggestion
+from lingpt.common.errors import UserError, name_on_stderr, nearest, skip_failing
 from lingpt.common.files import read_errors, read_json_object
 from lingpt.common.run_folder import (
     CONFIG,
@@ -207,7 +207,10 @@ def find_checkpoints(
     models = list(dict.fromkeys(checkpoint.model for checkpoint in found))
     model = model or models[0]
     if model not in models:
-        raise UserError(f"no run of {model} with a checkpoint in {root}: {suggestion(model, sorted(models))}")
+        raise UserError(
+            f"no run of {model} with a checkpoint in {root}{nearest(model, models)}: there are "
+            f"{', '.join(sorted(models))}"
+        )
     newest: dict[tuple[str | tuple[str, ...], str], Checkpoint] = {}
     for checkpoint in found:
         if checkpoint.model == model:

@@ -135,7 +135,7 @@ def with_rows(study: Study, rows: Sequence[str]) -> Study:
     known = list(dict.fromkeys([*study.attentions, *attentions]))
     for row in rows:
         if row not in known and row.partition("+")[0] not in attentions:
-            raise UserError(f"unknown attention {row!r}{nearest(row, known)}: {', '.join(known)}")
+            raise unknown("attention", row, known)
     return replace(study, attentions={row: study.attentions.get(row, {}) for row in rows})
 
 

@@ -204,7 +204,7 @@ def test_the_block_size_has_room_for_the_longest_context():
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys):
     for options, line in (
-        (["--model", "dmo"], "unknown model 'dmo': did you mean 'demo'?"),
+        (["--model", "dmo"], "unknown model 'dmo' (did you mean 'demo'?): use one of: "),
         (["--attentions", "softmx"], "did you mean 'softmax'?"),
         (["--contexts", "2"], "a list, each a whole number from 4 to 1,000,000,000"),
         (["--batch_sizes", "0"], "a list, each a whole number from 1 to 1,000,000"),

@@ -22,5 +22,5 @@ def test_a_gpu_that_has_bf16_generates_in_it(monkeypatch):
         assert decoding_dtype(None, gpu) is expected
     assert decoding_dtype(None, cpu) is None, "the checkpoint's own"
     assert decoding_dtype("float32", gpu) is torch.float32
-    with pytest.raises(UserError, match="unknown dtype 'bf16': did you mean 'bfloat16'"):
+    with pytest.raises(UserError, match=r"unknown dtype 'bf16' \(did you mean 'bfloat16'\?\)"):
         decoding_dtype("bf16", gpu)

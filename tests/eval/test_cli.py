@@ -124,7 +124,7 @@ def test_defaults_are_table_2(runs, eval_data, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "dema"], "no run of dema with a checkpoint in runs: did you mean 'demo'?"),
+        (["--model", "dema"], "no run of dema with a checkpoint in runs (did you mean 'demo'?)"),
         (["--runs_dir", "nowhere"], "no run with a checkpoint in nowhere: train one first"),
         (["--runs", "runs/nope"], "no run at runs/nope"),
         (["--tasks", "piqa", "--num_fewshot", "5"], "piqa_train.jsonl"),

@@ -478,7 +478,7 @@ def test_a_baseline_by_choice(tmp_path):
         assert rows[1]["runs"]["ours"]["ratio"] == pytest.approx(1 / ratio)
         assert rows[1]["runs"]["softmax"]["ratio"] == 1.0
     assert "× softmax's time" in format_table(rows, "softmax")
-    with pytest.raises(UserError, match=r"unknown baseline 'softmix': did you mean 'softmax'"):
+    with pytest.raises(UserError, match=r"unknown baseline 'softmix' \(did you mean 'softmax'\?\)"):
         draw_curves([a, b], tmp_path / "other.png", baseline="softmix")
     assert not (tmp_path / "other.png").exists()
 

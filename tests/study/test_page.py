@@ -308,7 +308,8 @@ def test_times_and_losses_are_compared_with_the_row_that_is_named(here, capsys):
         assert sorted(re.findall(r"minus (\S+)", text)) == sorted(compared)
     capsys.readouterr()
     assert main([*COMMAND, "--stages", "page", "--baseline", "our"]) == 2
-    assert capsys.readouterr().err == "lingpt: unknown baseline 'our': did you mean 'ours'?\n"
+    line = "lingpt: unknown baseline 'our' (did you mean 'ours'?): use one of: gla, softmax, ours\n"
+    assert capsys.readouterr().err == line
 
 
 def test_a_benchmark_without_a_file_is_in_the_plan_and_on_the_page(here, capsys):
