@@ -131,23 +131,17 @@ AFFINE: dict[str, Any] = {"normalize": False}  # 1 + q̂·k̂: what `ours-gated+
 def _ours(backend: str, **options: Any) -> Attention:
     def call(x: Inputs) -> Tensor:
         decay = x.get("log_decay")
-        return _output(linear_attention(x["q"], x["k"], x["v"], log_decay=decay, **options, backend=backend))
+        return linear_attention(x["q"], x["k"], x["v"], log_decay=decay, **options, backend=backend)
 
     return call
 
 
 def _ours_packed(backend: str) -> Attention:
-    return lambda x: _output(linear_attention_qkv(x["qkv"], x["cos"], x["sin"], backend=backend))
+    return lambda x: linear_attention_qkv(x["qkv"], x["cos"], x["sin"], backend=backend)
 
 
 def _ours_gla(x: Inputs) -> Tensor:
-    return _output(gated_linear_attention(x["q"], x["k"], x["v"], x["g"], backend="cuda"))
-
-
-def _output(o: object) -> Tensor:
-    """o of an operator that returns o, or (o, state) if the state is requested."""
-    assert isinstance(o, Tensor)
-    return o
+    return gated_linear_attention(x["q"], x["k"], x["v"], x["g"], backend="cuda")
 
 
 # Calls of the baselines

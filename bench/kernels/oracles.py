@@ -77,6 +77,4 @@ def softmax(x: Inputs) -> Tensor:
 
 
 def _gated(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, scale: float | None = None) -> Tensor:
-    o = gated_linear_attention(q, k, v, gate, scale=scale, backend="chunkwise")
-    assert isinstance(o, Tensor)
-    return o
+    return gated_linear_attention(q, k, v, gate, scale=scale, backend="chunkwise")
