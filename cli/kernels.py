@@ -85,7 +85,6 @@ def _compile(options: Options) -> None:
     from tqdm import tqdm
 
     from lingpt.common.devices import available_cores
-    from lingpt.common.errors import UserError
 
     specs = _specs()
     known = sorted({arch for _, arch in specs})
@@ -118,11 +117,11 @@ def _test(options: Options) -> None:
     import torch
 
     from lingpt.bench.kernels.selftest import self_test
-    from lingpt.common.errors import UserError
 
     if not torch.cuda.is_available():
-        message = "there is no CUDA device here to test the kernels on; `lingpt kernels compile` needs none"
-        raise UserError(message)
+        raise UserError(
+            "there is no CUDA device here to test the kernels on; `lingpt kernels compile` needs none"
+        )
     checks = self_test()
     for check in checks:
         dtype = str(check.dtype).removeprefix("torch.")
