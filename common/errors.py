@@ -60,10 +60,10 @@ def by_reason(reasons: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{', '.join(named)}: {reason}" for reason, named in names.items()]
 
 
-def first_line(error: BaseException, limit: int = 200) -> str:
-    """The first line of the error's message; its type if the message is empty."""
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, up to 200 characters; its type if the message is empty."""
     lines = str(error).strip().splitlines()
-    return lines[0][:limit] if lines else type(error).__name__
+    return lines[0][:200] if lines else type(error).__name__
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

@@ -39,14 +39,14 @@ class Statistics:
         most = max(2, int(self.lengths.max(initial=2)))
         return np.histogram(self.lengths, np.geomspace(1, most + 1, BINS + 1))
 
-    def bars(self, width: int = 40) -> list[str]:
+    def bars(self) -> list[str]:
         """The histogram for a terminal: a line for each factor of two."""
         powers = np.floor(np.log2(np.maximum(self.lengths, 1))).astype(int)
         counts = np.bincount(powers)
         first = int(powers.min(initial=0))
-        scale = width / counts.max(initial=1)
+        scale = 40 / counts.max(initial=1)
         return [
-            f"  {2**power:>9,} … {2 ** (power + 1) - 1:<9,} {'█' * round(count * scale):<{width}} {count:,}"
+            f"  {2**power:>9,} … {2 ** (power + 1) - 1:<9,} {'█' * round(count * scale):<40} {count:,}"
             for power, count in enumerate(counts.tolist()[first:], first)
         ]
 

@@ -171,14 +171,14 @@ class LinGPTLM(TemplateLM):
         return list(zip(logprob.tolist(), greedy.tolist(), strict=True))
 
     @torch.inference_mode()
-    def token_losses(self, texts: Sequence[list[int]], disable_tqdm: bool = False) -> list[torch.Tensor]:
+    def token_losses(self, texts: Sequence[list[int]]) -> list[torch.Tensor]:
         """−log p of each token of a text but the first, given those before it: nats, float64 `[tokens − 1]`.
 
         texts: each of 2 to `max_length + 1` tokens, with nothing before its first one.
         """
         rows = self._rows([(tokens[:1], tokens[1:]) for tokens in texts])
         losses = [torch.empty(0)] * len(texts)
-        with self._bar(len(texts), disable_tqdm, "losses") as bar:
+        with self._bar(len(texts), False, "losses") as bar:
             for owner, per_token, _, served in self._shared(rows):
                 numbers, counts = owner.unique_consecutive(return_counts=True)
                 for i, part in zip(numbers.tolist(), per_token.split(counts.tolist()), strict=True):

@@ -20,8 +20,8 @@ class LinGPTCache:
     is_compileable = False
     is_linear = (False,)  # the number of columns seen is known, so `generate` need not begin again
 
-    def __init__(self, layers: list[Any], seen: int = 0) -> None:
-        self.layers, self.seen = layers, seen
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers, self.seen = layers, 0
 
     def check(self, rows: int, layers: int) -> None:
         """Raises ValueError if it is of another number of rows or layers."""

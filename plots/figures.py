@@ -5,7 +5,7 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import replacing, write_errors
@@ -17,14 +17,12 @@ KNOWN_FORMATS = ("eps", "jpeg", "jpg", "pdf", "png", "ps", "svg", "svgz", "tif",
 UNDATED = {"svg": {"Date": None}, "svgz": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
-def new_figure(
-    width: float, height: float, dpi: int = 100, layout: Literal["constrained"] | None = "constrained"
-) -> Any:
+def new_figure(width: float, height: float, dpi: int = 100) -> Any:
     """A matplotlib figure of this size in inches, independent of pyplot's windows and global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=dpi, layout=layout)
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
