@@ -136,10 +136,6 @@ FORMS = {
                      "GateLoop, arXiv 2311.01927", _per_channel,
                      gates=lambda z, k, bias: (k, F.logsigmoid((z + bias).squeeze(-3)))),
 }  # fmt: skip
-FormName = Literal[
-    "linear", "linear-softplus", "linear-unnormalised", "linear-softplus-unnormalised", "linear-identity",
-    "retnet", "lightning", "gated-retention", "mamba2", "mlstm", "hgrn2", "rwkv6", "gateloop",
-]  # fmt: skip
 
 
 class UnifiedAttention(QKVAttention):
@@ -154,7 +150,8 @@ class UnifiedAttention(QKVAttention):
         layer_idx: int,
         *,
         form: Annotated[
-            FormName, Option("which recurrence `unified` is; docs/methods.md lists them")
+            Literal[*FORMS],  # type: ignore[valid-type]
+            Option("which recurrence `unified` is; docs/methods.md lists them"),
         ] = "gated-retention",
         short_conv: Annotated[bool, SHORT_CONV] = False,
     ) -> None:
