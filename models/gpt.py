@@ -260,7 +260,7 @@ class GPT(Fp32Buffers):
         """A model with `init_weights(seed)`, built on its device without drawing default weights first."""
         model = cls.on_meta(config)
         model = model.to(dtype or torch.get_default_dtype()).to_empty(device=device)
-        model.reset_parameters()
+        model.reset_buffers(model.cos.device)
         model.init_weights(seed)
         return model
 
@@ -408,12 +408,8 @@ class GPT(Fp32Buffers):
         """Sets the weights of a new run, a function of the seed only (models/init.py)."""
         init_weights(self, self.config, seed)
 
-    def reset_parameters(self) -> None:
-        """Recomputes the constants, for a model that `to_empty` has moved from the meta device."""
-        self.reset_buffers(self.cos.device)
-
     def reset_buffers(self, device: torch.device) -> None:
-        """Recomputes the RoPE tables and the attentions' buffers."""
+        """Recomputes the RoPE tables and the attentions' buffers, for a model from the meta device."""
         self.cos, self.sin = rope_tables(self.config, device)
         for block in self.blocks:
             block.attn.reset_buffers(device)
