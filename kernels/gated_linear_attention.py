@@ -109,9 +109,9 @@ def gated_linear_attention_with_state(
     backend = choose(backend, q, v.shape[-1])
     forms: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
         "chunkwise": _chunkwise,
-        "cuda": _cuda,
-        "reference": _reference,
-        "recurrent": _recurrent,
+        "cuda": _of_unified(unified.by_kernels),
+        "reference": _of_unified(unified.reference),
+        "recurrent": _of_unified(unified.recurrent),
         "fla": fla_attention,
     }
     attend = forms[backend]
@@ -145,16 +145,9 @@ def choose(backend: str, q: Tensor, Dv: int) -> str:
     return unified.choose(backend, q, Dv)
 
 
-def _cuda(q, k, v, log_gate, initial_state, scale):
-    return unified.by_kernels(q, k, v, log_gate, None, initial_state, scale)
-
-
-def _reference(q, k, v, log_gate, initial_state, scale):
-    return unified.reference(q, k, v, log_gate, None, initial_state, scale)
-
-
-def _recurrent(q, k, v, log_gate, initial_state, scale):
-    return unified.recurrent(q, k, v, log_gate, None, initial_state, scale)
+def _of_unified(form: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A form of unified_linear_attention.py without its right decay."""
+    return lambda q, k, v, log_gate, state, scale: form(q, k, v, log_gate, None, state, scale)
 
 
 def fla_attention(q, k, v, log_gate, initial_state, scale):

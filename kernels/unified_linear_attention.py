@@ -121,7 +121,8 @@ def unified_linear_attention_with_state(
     """
     check_inputs(q, k, v, initial_state, cu_seqlens)
     check_flags(reverse=reverse)
-    _check_chunk_size(chunk_size)
+    if not isinstance(chunk_size, int) or chunk_size < BLOCK or chunk_size % BLOCK:
+        raise UserError(f"chunk_size={chunk_size} must be a multiple of {BLOCK}")
     l, r = _log_decay("left", left, q), _log_decay("right", right, v)
     if cu_seqlens is not None:
         first = first_tokens(cu_seqlens, *q.shape[:2])
@@ -376,11 +377,6 @@ def check_inputs(
         raise UserError(f"initial_state must be {dtype} {list(shape)}; got {state.dtype} {list(state.shape)}")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q)
-
-
-def _check_chunk_size(chunk_size: int) -> None:
-    if not isinstance(chunk_size, int) or chunk_size < BLOCK or chunk_size % BLOCK:
-        raise UserError(f"chunk_size={chunk_size} must be a multiple of {BLOCK}")
 
 
 def _log_decay(name: str, decay: float | Tensor | None, x: Tensor) -> Tensor:
