@@ -8,7 +8,6 @@ once, both in the products' dtype: the fp32 softmax stays in registers. On a GPU
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 
 import torch
@@ -60,9 +59,9 @@ class NextTokenLoss(nn.Module):
         self.chunk_loss: LossAndGradient = loss_and_gradient
         if compiled and gpt.lm_head.weight.device.type == "cuda":
             # Triton is installed only on machines with such cards.
-            self.chunk_loss = importlib.import_module(
-                "lingpt.kernels.cross_entropy_triton"
-            ).cross_entropy_in_place
+            from lingpt.kernels.cross_entropy_triton import cross_entropy_in_place
+
+            self.chunk_loss = cross_entropy_in_place
         elif compiled:
             self.chunk_loss = torch.compile(loss_and_gradient, **compile_options())
         if z_loss:
