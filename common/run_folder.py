@@ -185,7 +185,7 @@ def write_manifest(checkpoint: Path, values: dict[str, Any], sha256: Mapping[str
     known = sha256 or {}
     files = [path for path in sorted(checkpoint.iterdir()) if path.name != MANIFEST]
     manifest = {
-        **{key: value for key, value in values.items() if key != "checksum"},
+        **values,
         "files": {path.name: path.stat().st_size for path in files},
         "sha256": {path.name: known.get(path.name) or file_sha256(path) for path in files},
     }
