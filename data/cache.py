@@ -216,13 +216,12 @@ def _encode(
 ) -> Generator[Encoded]:
     """The encoded documents of `split`, under a progress bar with documents per second and the time left;
     those without a text are counted in `empty`."""
-    hidden = None if progress else True  # None: hidden where stderr is not a terminal
     bar = tqdm(
         total=split.total,
         unit=split.unit,
         unit_scale=split.unit == "B",
         desc=f"tokenising {name}",
-        disable=hidden,
+        disable=None if progress else True,  # None: where stderr is not a terminal
     )
 
     def with_text() -> Iterator[Document]:
