@@ -44,10 +44,8 @@ __all__ = [
     "unified_linear_attention_with_state",
 ]
 
-_MODULES = {
-    "gated": "gated_linear_attention",
-    "unified": "unified_linear_attention",
-}  # by a name's first word
+# By a name's first word.
+_MODULES = {"gated": "gated_linear_attention", "unified": "unified_linear_attention"}
 
 
 def __getattr__(name: str) -> object:

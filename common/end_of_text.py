@@ -9,13 +9,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"  # of LinGPT's own tokenizers, GPT-2's, Pythia's, Qwen's
-KNOWN = (
-    END_OF_TEXT,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<｜end▁of▁sentence｜>",
-)  # Llama 3's, 2's, Gemma's …
+# Then Llama 3's, Llama 2's, Gemma's, DeepSeek's.
+KNOWN = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 
 

@@ -41,8 +41,7 @@ from lingpt.common.files import (
 
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 SAMPLES, CURVES = "samples.txt", "curves.png"
-CHECKPOINTS, EVAL, WANDB, LOCK = "checkpoints", "eval", "wandb", ".lock"
-PROFILE = "profile"
+CHECKPOINTS, EVAL, WANDB, PROFILE, LOCK = "checkpoints", "eval", "wandb", "profile", ".lock"
 ABANDONED = "abandoned"  # before the name of a checkpoint, or of the losses, that the run has left
 # Files of a checkpoint; the first three are those of any model folder.
 MODEL_CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"

@@ -12,9 +12,7 @@ TEXT_KEY = "text"  # the field or column that holds the text, by default
 
 
 class Document(NamedTuple):
-    text: (
-        str  # encodable as UTF-8; a document whose text is empty is skipped and counted when it is tokenised
-    )
+    text: str  # encodable as UTF-8; an empty one is skipped and counted when it would be tokenised
     advance: int  # how far the progress bar moves for it, in the split's unit
 
 

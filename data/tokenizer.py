@@ -24,8 +24,7 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` and what a language model needs of it: ids, text and the end-of-text id.
 
     `encode` adds no tokens, and encodes a special token that is written out in the text as that token, as
-    Hugging Face's tokenizers do. Documents of a corpus are plain text: see
-    `for_documents`.
+    Hugging Face's tokenizers do. Documents of a corpus are plain text: see `for_documents`.
     """
 
     def __init__(self, raw: tokenizers.Tokenizer, name: str, end_token: str | None = None) -> None:

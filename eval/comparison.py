@@ -186,10 +186,9 @@ def document_differences(a: Score, b: Score) -> list[tuple[float, float | None]]
     ends = [[group.to for group in score.positions] for score in (a, b)]
     if not _same_questions(a, b) or len(known) < len(values) or ends[0] != ends[1]:
         return None
-    stacked, count = np.stack([value.values() for value in known], axis=1), len(a.seeds)
-    return [
-        ratio_difference(group[:count], group[count:], known[0].sizes()) for group in stacked
-    ]  # stacked: [groups, seeds, documents]
+    groups = np.stack([value.values() for value in known], axis=1)  # [groups, seeds, documents]
+    count, sizes = len(a.seeds), known[0].sizes()
+    return [ratio_difference(group[:count], group[count:], sizes) for group in groups]
 
 
 def ratio_difference(

@@ -144,8 +144,7 @@ def linear_attention_with_state(
     """`linear_attention` and the state after the last token: (o, state).
 
     Given as `initial_state` of the next call, the state continues the sequence: for decoding, or for long
-    sequences in parts. With cu_seqlens there is one a row:
-    that of the row's last sequence.
+    sequences in parts. With cu_seqlens there is one a row: that of the row's last sequence.
     """
     options: dict[str, Any] = dict(
         a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,

@@ -58,9 +58,7 @@ class Attention(Fp32Buffers, ABC):
     static_step: bool = False  # can a CUDA graph replay one token's step?
     constant_state: bool = False  # is a decoding state as large after any number of tokens?
     context_parallel: bool = False  # does `forward` without a state respect `context`?
-    context: Context | None = (
-        None  # the processes with the other pieces of the sequences; None: they are whole
-    )
+    context: Context | None = None  # who has the other pieces of the sequences; None: they are whole
 
     @classmethod
     @functools.cache  # a study asks for them hundreds of times

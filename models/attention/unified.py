@@ -163,9 +163,8 @@ class UnifiedAttention(QKVAttention):
             self.gate_shape = bias.shape
             gates = bias.numel() if form != "mamba2" else H  # its A does not depend on x
             self.decay_proj = nn.Linear(config.n_embd, gates, bias=False)
-            self.decay_bias = nn.Parameter(
-                bias.flatten().to(torch.get_default_device())
-            )  # as a vector it has no weight decay
+            # As a vector it has no weight decay.
+            self.decay_bias = nn.Parameter(bias.flatten().to(torch.get_default_device()))
         self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if short_conv else None
         self.add_output_gate(self.form.normalise != "sum", "silu")
         self.add_qk_norm(config.norm_qk)
@@ -251,9 +250,8 @@ class UnifiedAttention(QKVAttention):
             saved += self.config.qkv_sizes[1]
         if self.form.normalise != "none":  # v with its column of ones; y before it is divided
             saved += 2 * width
-        return (
-            saved + (0 if self.conv is None else 2 * projected) + (0 if self.gate_proj is None else 2 * width)
-        )
+        saved += 0 if self.conv is None else 2 * projected
+        return saved + (0 if self.gate_proj is None else 2 * width)
 
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype

@@ -72,7 +72,6 @@ class Parallel:
     """
 
     _error_of_all: UserError | None = None  # the UserError that all processes raised
-
     context: Context | None = None  # the processes with the other pieces of the same sequences
 
     def __init__(

@@ -37,9 +37,7 @@ class Watch:
         self.children: list[subprocess.Popen] = []
         self._stopped = threading.Event()
         self._died: str | None = None
-        self.interrupted: int | None = (
-            None  # the signal that asked a child to end before it could agree on it
-        )
+        self.interrupted: int | None = None  # the signal that ended a child before it could agree on it
         self._report_lock, self._reported = threading.Lock(), False
         self._counting = threading.Lock()
         self._parent = _parent()
