@@ -42,6 +42,7 @@ def write_index(folder: Path, config: Mapping[str, Any], metadata: Mapping[str, 
 
 
 def is_sharded(folder: Path) -> bool:
+    """Whether the weights in a model folder or a checkpoint are in shards."""
     return (folder / SHARDS).is_file()
 
 

@@ -83,6 +83,7 @@ class Curve:
 
 
 def without_options(attention: str | Sequence[str], model: dict[str, Any]) -> str:
+    """A `Form` that is the attention alone."""
     return attention_label(attention)
 
 

@@ -93,7 +93,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the rate of each group: `rate`, for Muon times its ratio to AdamW's."""
+    """Sets the rate of each group: `rate`, times the group's `lr_ratio` if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_ratio", 1.0)
 

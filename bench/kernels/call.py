@@ -74,6 +74,7 @@ class Graphs(NamedTuple):
 
 
 def capture(call: BenchCall, device: torch.device) -> Graphs:
+    """The graphs of a call, which first runs on their stream, to compile and to tune."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -122,6 +122,7 @@ def cuda_backends() -> tuple[Backend, ...]:
 
 @functools.cache
 def warn_once(where: str, reason: str) -> None:
+    """Warns that `linear_attention` runs `where`, such as "in fp32, …", and why."""
     warnings.warn(f"linear_attention runs {where}: {reason}", stacklevel=2)
 
 
