@@ -7,7 +7,10 @@ import pytest
 import yaml
 
 from lingpt.common.errors import UserError
+from lingpt.common.options import options_of
 from lingpt.models import attention_form
+from lingpt.models.architecture import Architecture
+from lingpt.plots import curves
 from lingpt.plots.curve_figure import caption, draw, draw_curves
 from lingpt.plots.curves import (
     find_curve,
@@ -336,6 +339,12 @@ def test_seeds_recorded_before_and_after_an_option_came_are_one_curve(tmp_path):
         (run / "config.yaml").write_text(yaml.safe_dump({"model": model, "train": train}))
         curves.append(read_curve(run, attention_form))
     assert [curve.runs for curve in mean_over_seeds(curves)] == [2, 1, 1]
+
+
+def test_every_size_of_a_model_tells_runs_apart():
+    """`plots` imports `common` alone, and has its own list of them: runs that differ in a size that is not in
+    it would be averaged as if they differed in the seed."""
+    assert {"attention", *options_of(Architecture)} == curves._ARCHITECTURE
 
 
 def test_seeds_with_other_bookkeeping_are_one_curve(tmp_path):
