@@ -130,6 +130,7 @@ def _measure(
     except TimeoutError:
         failed, why = None, f"stopped after {left:.0f} s, the rest of the budget"
         if len(_steps(recipe.run_folder)) < row.steps:
+            shutil.rmtree(recipe.run_folder, ignore_errors=True)
             raise Skipped(why) from None
         row.reason = f"{why}: its steps are whole"
     if failed:

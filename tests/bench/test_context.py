@@ -134,9 +134,12 @@ def test_a_row_whose_steps_are_whole_counts_when_the_budget_ends(
 ):
     """Guards: a run stopped in its last validation counts; of one stopped before, nothing is kept."""
 
+    folders: list[Path] = []
+
     class Stopped(FakeProcesses):
         def run(self, words: list[str], seconds: float) -> str | None:
             failed, recipe = super().run(words, seconds), parse_recipe(words[1:])
+            folders.append(recipe.run_folder)
             if recipe.data.seq_len == 512:
                 lines = (recipe.run_folder / METRICS).read_text().splitlines(keepends=True)
                 (recipe.run_folder / METRICS).write_text("".join(lines[: len(lines) - missing]))
@@ -147,6 +150,7 @@ def test_a_row_whose_steps_are_whole_counts_when_the_budget_ends(
     results = context.bench_context("demo", ["ours"], [512], **OPTIONS, save_to=tmp_path / "context.json")
     assert results.rows[-1].status == status and "the rest of the budget" in results.rows[-1].reason
     assert results.rows[-1].tokens_per_second == (None if missing else 100.0)
+    assert folders and not [folder for folder in folders if folder.exists()]
 
 
 def test_communication_is_summed_by_what_it_sends(tmp_path: Path):
