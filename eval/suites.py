@@ -164,13 +164,16 @@ def text_measurements(
     measures, found, measurements = measures_of(suites), list[Texts](), list[Measurement]()
     length = scorer.checkpoint.train_length
     if "needle" in measures:
-        from lingpt.eval.recall.needle import LENGTHS, find_needles
+        from lingpt.eval.recall.needle import LENGTHS, find_needles, needle_lengths
 
         measures.remove("needle")
+        if not (lengths := needle_lengths(length * max_length_factor)):
+            scorer.log(
+                f"needle: not measured: its texts have {LENGTHS[0]:,} tokens or more, more than "
+                f"{max_length_factor} times the training length {length:,}: raise --max_length_factor"
+            )
         measurements += [
-            Measurement(text_key("needle", f"{tokens:,} tokens"), tokens, {"from": "generated"}, find_needles)
-            for tokens in LENGTHS
-            if tokens <= length * max_length_factor
+            Measurement(key, tokens, {"from": "generated"}, find_needles) for key, tokens in lengths.items()
         ]
     for name, source in texts.items() if measures else ():
         with scorer.leaving_out(f"text {name}"):

@@ -384,6 +384,16 @@ def test_needles_are_in_texts_up_to_the_longest(tmp_path, tokenizer):
     ]
 
 
+def test_a_training_length_too_short_for_needles_is_said(tmp_path, tokenizer):
+    """Guards: a command that measured nothing, and said nothing."""
+    write_run(tmp_path, "demo-ours", "ours", tokenizer)
+    lines: list[str] = []
+    scorer = Scorer(find_checkpoints(tmp_path)[0], device="cpu", log=lines.append)
+    assert text_measurements(scorer, ["needle"], {}, max_length_factor=1) == []
+    (line,) = lines
+    assert "1,024 tokens or more" in line and "raise --max_length_factor" in line
+
+
 def test_prompts_that_were_cut_are_noted():
     """As in Table 2, and once for a benchmark with two columns. Guards: LAMBADA's, of which nothing was
     said."""
