@@ -15,6 +15,7 @@ from lingpt.data import availability
 from lingpt.eval.harness import parse_task
 from lingpt.eval.language import DOCUMENT_TOKENS, PIECES, TOKENS
 from lingpt.eval.recall.mqar import TRIALS_PER_GPU, Trial
+from lingpt.eval.recall.needle import NEEDLES, needle_lengths
 from lingpt.eval.recall.phrases import CHOICES, QUESTIONS
 from lingpt.eval.scores import read_results, task_key, text_key
 from lingpt.eval.suites import measures_of, suite_tasks, tasks_without_file
@@ -163,8 +164,13 @@ def score_costs(study: Study, seq_len: int) -> dict[str, tuple[float, float]]:
         "loss_by_position": PIECES * study.max_length_factor * seq_len,
         "recall_phrases": QUESTIONS * CHOICES * seq_len,  # each of the four answers after the whole text
     }
+    measures = measures_of(study.suites)
+    if "needle" in measures:  # of no text: it is generated
+        measures.remove("needle")
+        lengths = needle_lengths(study.max_length_factor * seq_len)
+        costs |= {key: (float(NEEDLES * tokens), 0.0) for key, tokens in lengths.items()}
     for text, source in (study.texts or {"embedded": "embedded"}).items():
-        for measure in measures_of(study.suites):
+        for measure in measures:
             short = source == "embedded" and measure != "recall_phrases"
             tokens = min(most[measure], EMBEDDED_TOKENS) if short else most[measure]
             costs[text_key(measure, text)] = tokens, 0.0 if source == "embedded" else TEXT_SECONDS

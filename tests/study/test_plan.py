@@ -9,6 +9,7 @@ import pytest
 
 from lingpt.cli.main import main
 from lingpt.eval.recall.mqar import Trial
+from lingpt.eval.recall.needle import NEEDLES
 from lingpt.study import find_study, plan, read_study, stages
 from lingpt.study.jobs import Slot, gpu_slots
 from lingpt.study.plan import H200_FLOPS, Cost, mqar_cost, score_costs, stage_seconds, wall_seconds
@@ -192,6 +193,15 @@ def test_the_time_of_scores_is_what_was_measured():
     assert planned == pytest.approx(sum(seconds for _, seconds in scores), rel=1 / 3)
     demo = score_costs(read_study(find_study("demo")), 256).values()
     assert sum(tokens for tokens, _ in demo) < 5e5 and sum(seconds for _, seconds in demo) == 0
+
+
+def test_needles_are_planned():
+    """Guards: a KeyError of any study with the suite `needle`."""
+    study = replace(read_study(find_study("pythia-160m")), suites=("needle",), max_length_factor=4)
+    costs = score_costs(study, 2048)
+    assert {key: tokens for key, (tokens, _) in costs.items()} == {
+        f"needle ({tokens:,} tokens)": NEEDLES * tokens for tokens in (1024, 2048, 4096, 8192)
+    }
 
 
 def test_a_limit_makes_scoring_shorter():
