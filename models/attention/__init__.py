@@ -6,7 +6,7 @@ A form is an attention with its options in one word: `ours-gated+output_gate+sof
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from lingpt.common.errors import UserError, unknown
+from lingpt.common.errors import UserError, nearest, unknown
 from lingpt.common.options import Declared, Option
 from lingpt.common.run_folder import attention_label
 from lingpt.models.attention.base import Attention
@@ -104,8 +104,9 @@ def parse_form(form: str) -> tuple[str, dict[str, Any]]:
                 "list with one attention per layer"
             )
         if name not in known:
+            near = "" if name in attention_options() else nearest(name, known)  # it may be another's
             raise UserError(
-                f"{form!r}: {name!r} is not an option of {attention}, which has {', '.join(known)}"
+                f"{form!r}: {name!r} is not an option of {attention}, which has {', '.join(known)}{near}"
             )
         options[name] = known[name].read(f"{form!r}: {name}", text or "true")
     return attention, options

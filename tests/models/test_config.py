@@ -82,6 +82,8 @@ def test_config_survives_json():
         ({"attention": "softmax+softmax_every=2"}, "makes no hybrid of softmax"),
         ({"attention": ["ours", "softmax", "hybrid", "ours"]}, "softmax_every is of all layers"),
         ({"attention": "ours+sdpa=flash"}, "'sdpa' is not an option of ours"),
+        ({"attention": "hybrid+softmax_wnidow=4"}, "did you mean 'softmax_window'"),
+        ({"attention": "gla+softmax_window=4"}, "which has .*, softmax_every$"),
         ({"name": "mine", "attention": "hybrid"}, "needs model.n_layer"),
         (
             {"attention": "ours+normalize=false", "normalize": True},
