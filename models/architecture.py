@@ -139,6 +139,13 @@ class Architecture:
                 f"rope_adjustments has {', '.join(self.rope_adjustments) or 'nothing'}: give Llama 3's "
                 f"{', '.join(sorted(_SCALED_ROPE))}"
             )
+        if (scaled := self.rope_adjustments) is not None and not (
+            min(scaled.values()) > 0 and scaled["high_freq_factor"] > scaled["low_freq_factor"]
+        ):
+            raise UserError(
+                "rope_adjustments must be above 0, and high_freq_factor above low_freq_factor: "
+                f"{', '.join(f'{name} is {value:g}' for name, value in scaled.items())}"
+            )
         if self.padded_vocab_size is None:
             self.padded_vocab_size = -(-self.vocab_size // self.padding_multiple) * self.padding_multiple
         self.vocab_size = min(self.vocab_size, self.padded_vocab_size)

@@ -180,8 +180,12 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
 
 
 def check_sizes(config: Config, source: Config, folder: Path) -> None:
-    """UserError unless a model of `config` can take its weights from that in `folder`, of config `source`."""
-    pairs = ((name, getattr(source, name), getattr(config, name)) for name in _ARCHITECTURE)
+    """UserError unless a model of `config` can take its weights from that in `folder`, of config `source`.
+
+    `rope_adjustments` may be new, as they are made for a context longer than that of `source`.
+    """
+    names = [name for name in _ARCHITECTURE if name != "rope_adjustments" or source.rope_adjustments]
+    pairs = ((name, getattr(source, name), getattr(config, name)) for name in names)
     if differ := [f"{name} is {theirs}, not {ours}" for name, theirs, ours in pairs if theirs != ours]:
         raise UserError(
             f"{folder} is another model than {config.name!r}: {', '.join(differ)} (a recipe that leaves out "

@@ -211,6 +211,18 @@ def test_shared_values_may_be_new_and_unused(small, tmp_path):
     assert set(report.unused) == own and not report.new
 
 
+def test_rotary_frequencies_may_be_scaled_for_a_longer_context(small, tokens, tmp_path):
+    """Guards: `init_from` refused them as another model. Scaled ones are not forgotten."""
+    adjustments = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 16}
+    source, model = small("softmax", seed=1), small("softmax", seed=2, rope_adjustments=adjustments)
+    save_model(source, tmp_path / "plain")
+    assert not load_weights(model, tmp_path / "plain").new
+    assert (model(tokens) - source(tokens)).abs().max() > 1e-4  # the same weights, with other tables
+    save_model(model, tmp_path / "scaled")
+    with pytest.raises(UserError, match=r"rope_adjustments is \{.*\}, not None"):
+        load_weights(source, tmp_path / "scaled")
+
+
 def test_a_tensor_of_another_shape_is_new_and_unused(small, tmp_path):
     """Guards: `gla` with its convolution as no beginning for ours with one, of other channels."""
     source = small("gla", seed=1, short_conv=True)

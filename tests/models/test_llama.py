@@ -171,11 +171,20 @@ def test_variants_are_one_line(tmp_path, change, line):
 
 def test_shapes_that_are_none_are_one_line():
     """By the names of their options."""
+    scaled = SCALED | {"original_max_seq_len": 32}
     for change, line in (
         ({"n_query_groups": 3}, "n_head=4 must be a multiple of n_query_groups=3"),
         (
             {"rope_adjustments": {"factor": 8}},
             "rope_adjustments has factor: give Llama 3's factor, high_freq",
+        ),
+        (
+            {"rope_adjustments": scaled | {"factor": 0.0}},
+            "rope_adjustments must be above 0, .*: factor is 0,",
+        ),
+        (
+            {"rope_adjustments": scaled | {"high_freq_factor": 1.0}},
+            "and high_freq_factor above low_freq_factor",
         ),
         (
             {"norm_class_name": "LayerNom"},
