@@ -102,7 +102,8 @@ def _split(
         rest.popleft()
         name, is_config = key.removeprefix("--"), takes_config and key == "--config"
         if name not in options and not is_config:
-            hint = nearest(name, options)
+            elsewhere = [o for o in options if o.endswith("." + name.rpartition(".")[2])]  # in another group
+            hint = nearest(name, elsewhere or options)
             raise UserError(f"unknown key {name!r}{hint}; `lingpt {verb} --help` lists them")
         declared = options.get(name, CONFIG)
         if equals:

@@ -72,11 +72,8 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the known word nearest to `word`; empty if none is near. Of options, the
-    nearest is one of the same name in another group: `train.z_loss` for `model.z_loss`."""
-    known, name = list(known), str(word).rpartition(".")[2]
-    match = [other for other in known if other.endswith(f".{name}")]
-    match = match or difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
+    """` (did you mean 'x'?)` for the known word nearest to `word`; empty if none is near."""
+    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
