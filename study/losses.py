@@ -39,6 +39,7 @@ class RowLosses:
     attention: str
     parameters: int
     learning_rate: float
+    muon_learning_rate: float | None  # of the matrices, if Muon trains them
     seeds: list[int]
     losses: list[float]
     loss: float
@@ -92,12 +93,13 @@ def _row_losses(runs: Sequence[StudyRun], curve: Curve, equal_time: float) -> Ro
     alike = [run for run in runs if hardware_label(read_curve(run.folder, attention_form).hardware) == cards]
     lines = [line for run in alike for line in run.metrics if line["kind"] == "train"]
     times, validations = curve.val[:, 1], curve.val[:, 2]
-    timed = len(times) > 1 and equal_time >= times[0]
+    timed, train = len(times) > 1 and equal_time >= times[0], runs[0].recipe.train
     return RowLosses(
         row=runs[0].row,
         attention=curve.attention,
         parameters=GPT.on_meta(model_config(runs[0].recipe)).num_parameters(),
-        learning_rate=runs[0].recipe.train.learning_rate,
+        learning_rate=train.learning_rate,
+        muon_learning_rate=train.muon_learning_rate if train.optimizer == "muon" else None,
         seeds=[run.seed for run in runs],
         losses=losses,
         loss=statistics.mean(losses),
@@ -147,7 +149,7 @@ def _cells(row: RowLosses, compared: Sequence[str], timed: bool) -> list[str]:
     cells = [
         row.row,
         scaled_count(row.parameters),
-        f"{row.learning_rate:g}",
+        f"{row.learning_rate:g}" + (f", Muon {row.muon_learning_rate:g}" if row.muon_learning_rate else ""),
         ", ".join(map(str, row.seeds)),
         with_error(row.loss, row.deviation, ".4f"),
         *(signed_difference(row.less.get(name), decimals=4) for name in compared),

@@ -255,6 +255,16 @@ def test_all_tables_compare_with_one_softmax(here, baseline):
     assert compared[1] == baseline and set(compared[2].split(", ")) == {"ours-seed0", f"{other}-seed0"}
 
 
+def test_muon_s_own_rate_stands_beside_adamw_s(here):
+    """Guards: rows by Muon with the rate of the embeddings alone."""
+    muon = {"model.attention": "softmax", "train.optimizer": "muon", "train.muon_learning_rate": 2e-3}
+    write_tiny(suites=[], attentions={"softmax": {}, "muon": muon})
+    fake_run("softmax-seed0"), fake_run("muon-seed0")
+    page = page_of_the_study()
+    assert re.search(r"^\| muon .*\| \S+, Muon 0.002 ", page, re.M) and page.count("Muon 0.002") == 1
+    assert [row["muon_learning_rate"] for row in rows_of_summary()] == [None, 2e-3]
+
+
 def test_rows_that_are_trained_alike_are_two_rows(here):
     """Guards: a page that ended in a traceback where two rows differ in what they save alone, or where a
     line of a run has no speed."""
