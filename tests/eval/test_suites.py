@@ -336,7 +336,7 @@ def test_a_perplexity_as_it_is_read(metrics, cell):
 
 def test_columns_for_contains_and_perplexity_and_an_average():
     """Guards: "–" for what SQuAD and WikiText measure. The average is of the columns in per cent that are
-    shown, of runs that have them all."""
+    shown, of runs that have them all; which are missing is said."""
     metrics = {"wikitext": {"word_perplexity": 30.5}, "boolq": {"acc": 0.6}, "copa": {"acc": 0.5}}
     metrics |= {"squad_contains": {"contains": 0.25, "contains_stderr": 0.05}, "fda": {"contains": 0.35}}
     scores = {f"{task} (0-shot)": score(task, metrics=values) for task, values in metrics.items()}
@@ -347,6 +347,8 @@ def test_columns_for_contains_and_perplexity_and_an_average():
     cells = [["30.5", "50.00", "60.00", "55.00"], ["30.5", "–", "60.00", "–"]]
     assert [row[4:] for row in commonsense.rows] == [*cells, ["none", "50", "50", ""]]
     assert retrieval.rows[0][4:] == ["25.00 ± 5.00", "35.00", "30.00"]
+    assert "Not measured, and not in the average: LAMBADA, PIQA, HellaSwag, " in commonsense.notes[0]
+    assert "not in the average: SQuAD completion, SWDE." in retrieval.notes[0]
     listed = {row[2]: row[3:7] for row in score_table(results).rows}
     assert listed["squad_contains (0-shot)"] == ["–", "–", "25.00 ± 5.00", "–"]
     assert listed["wikitext (0-shot)"] == ["–", "–", "–", "30.5"]
