@@ -121,7 +121,7 @@ def linear_attention(
         a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
         normalize_qk=normalize_qk, initial_state=initial_state, backend=backend,
     )  # fmt: skip
-    if _is_unified(**options):
+    if _is_by_channel(log_decay) or _has_zero_constant(a, normalize):
         return _unified(q, k, v, context, **options)[0]
     return _run(_call(q, k, v, return_state=False, **options), context)[0]
 
@@ -150,7 +150,7 @@ def linear_attention_with_state(
         a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
         normalize_qk=normalize_qk, initial_state=initial_state, backend=backend,
     )  # fmt: skip
-    if _is_unified(**options):
+    if _is_by_channel(log_decay) or _has_zero_constant(a, normalize):
         return _unified(q, k, v, None, **options)
     return _run(_call(q, k, v, return_state=True, **options))
 
@@ -237,9 +237,13 @@ def _run(call: Call, context: Context | None = None) -> tuple[Tensor, Any]:
     return o, LinearAttentionState(*parts)
 
 
-def _is_unified(*, a: float | Tensor, log_decay: object, normalize: bool, **_: Any) -> bool:
-    by_channel = isinstance(log_decay, Tensor) and log_decay.ndim == 4
-    return by_channel or (normalize is True and isinstance(a, NUMBERS) and a == 0)
+def _is_by_channel(log_decay: object) -> bool:
+    return isinstance(log_decay, Tensor) and log_decay.ndim == 4
+
+
+def _has_zero_constant(a: object, normalize: object) -> bool:
+    """Whether a is 0 under the normaliser: the kernels divide by a."""
+    return normalize is True and isinstance(a, NUMBERS) and a == 0
 
 
 def _unified(
@@ -252,18 +256,17 @@ def _unified(
 
     _check_qkv(q, k, v)
     log_decay = _unified_decay(q, context, log_decay, **options)
-    b, normalize, state = options["b"], options["normalize"], options["initial_state"]
+    normalize, state = options["normalize"], options["initial_state"]
     (B, _, H, D), dtype = q.shape, state_dtype(q.dtype)
     if options["normalize_qk"]:
         q, k = (x * reciprocal_norm(x) for x in (q.to(dtype), k.to(dtype)))
-    q = per_head(b, 4, 2, dtype) * q
+    q = per_head(options["b"], 4, 2, dtype) * q
     S = None if state is None else state.S
-    values = v
     if normalize:  # the sum of the weights is that of a column of ones
-        values = F.pad(v, (0, 1), value=1.0)
+        v = F.pad(v, (0, 1), value=1.0)
         S = None if state is None else torch.cat((state.S, state.z.unsqueeze(-1)), dim=-1)
     o, S = unified_linear_attention_with_state(
-        q.to(v.dtype), k.to(v.dtype), values, log_decay, initial_state=S,
+        q.to(v.dtype), k.to(v.dtype), v, log_decay, initial_state=S,
         cu_seqlens=options["cu_seqlens"], backend=options["backend"],
     )  # fmt: skip
     after = LinearAttentionState.zeros(B, H, D, device=q.device, dtype=dtype)
@@ -274,10 +277,10 @@ def _unified(
 
 def _unified_decay(q: Tensor, context: Context | None, log_decay: Any, **options: Any) -> Tensor | None:
     """Checks the arguments of `_unified` besides q, k and v; returns the decay as a tensor."""
-    by_channel = isinstance(log_decay, Tensor) and log_decay.ndim == 4
-    what = "log_decay [B, N, H, D]" if by_channel else "a=0 under the normaliser"
+    by_channel = _is_by_channel(log_decay)
     if isinstance(options["a"], Tensor) or options["a"] != 0:
-        raise UserError(f"{what} needs a=0: it decays the channels of k")
+        raise UserError("log_decay [B, N, H, D] needs a=0: it decays the channels of k")
+    what = "log_decay [B, N, H, D]" if by_channel else "a=0 under the normaliser"
     if not options["causal"]:
         raise UserError(NEEDS_CAUSAL if by_channel else f"{what} needs causal=True")
     if context is not None:
@@ -318,7 +321,7 @@ def _packed_call(
     elif head_size is not None:
         raise UserError("head_size is for a projection that has gates: give their gate_bias, too")
     _check_packed(qkv, cos, sin)
-    if _is_unified(log_decay=log_decay, **options):
+    if _has_zero_constant(options["a"], options["normalize"]):
         raise UserError("a=0 under the normaliser needs q, k and v by themselves: linear_attention")
     checked = _checked_options(qkv, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=True, **options)
     needs_gradient = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)

@@ -106,3 +106,11 @@ def test_packed_projections_are_refused():
     """Guards: a kernel that divides by a."""
     with pytest.raises(UserError, match="a=0 under the normaliser needs q, k and v by themselves"):
         linear_attention_qkv(torch.ones(B, N, 3, H, D), torch.ones(N, 4), torch.zeros(N, 4), a=0)
+
+
+def test_a_decay_of_each_channel_of_packed_projections_is_what_is_refused():
+    """Guards: the message for a = 0 where the decay is the mistake."""
+    with pytest.raises(UserError, match=r"log_decay must be floating point \[H = 3\] or \[B, N, H\]"):
+        linear_attention_qkv(
+            torch.ones(B, N, 3, H, D), torch.ones(N, 4), torch.zeros(N, 4), log_decay=-torch.ones(B, N, H, D)
+        )
