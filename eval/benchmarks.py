@@ -89,7 +89,7 @@ def benchmark_table(
 ) -> Table:
     """A row for each result with a score, and chance. average: add the mean of the columns in per cent."""
     marks, shown = Marks(results), [r for r in results if any(c.score(r) for c in columns)]
-    shares = [c.heading for c in columns if is_share(c.metric)]
+    shares = [c for c in columns if is_share(c.metric)]
     columns = [c for c in columns if any(c.cell(result, marks) != DASH for result in shown)]
     shown = [r for r in shown if any(c.cell(r, marks) != DASH for c in columns)]
     rows = [run_row(result, columns, marks) for result in shown]
@@ -99,7 +99,7 @@ def benchmark_table(
     if rows and average:
         head.append("Average")
         means = [average_cell(columns, result) for result in shown]
-        if missing := [heading for heading in shares if heading not in [c.heading for c in columns]]:
+        if missing := [c.heading for c in shares if c not in columns]:
             note += f" Not measured, and not in the average: {', '.join(missing)}."
         rows = [[*row, mean] for row, mean in zip(rows, [*means, ""], strict=True)]
     notes = [note, *seeds_note(results), *mark_notes(rows), *cut_notes(columns, results)]

@@ -93,7 +93,8 @@ def _row_losses(runs: Sequence[StudyRun], curve: Curve, equal_time: float) -> Ro
     alike = [run for run in runs if hardware_label(read_curve(run.folder, attention_form).hardware) == cards]
     lines = [line for run in alike for line in run.metrics if line["kind"] == "train"]
     times, validations = curve.val[:, 1], curve.val[:, 2]
-    timed, train = len(times) > 1 and equal_time >= times[0], runs[0].recipe.train
+    timed = len(times) > 1 and equal_time >= times[0]
+    train = runs[0].recipe.train
     return RowLosses(
         row=runs[0].row,
         attention=curve.attention,
