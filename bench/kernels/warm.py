@@ -1,8 +1,8 @@
 """Compiles Triton kernels before the benchmark, in parallel processes that share one cache.
 
-With a cold cache they autotune for minutes. Here only compiled kernels are shared, not the choice of a
-configuration, which other running processes would distort. So FLA's cache of choices is off here, and the
-benchmark tunes again, alone, on compiled kernels.
+With a cold cache they autotune for minutes. Here every configuration is compiled and none timed: other
+running processes would distort the choice, and timing takes turns on the GPU. So FLA's cache of choices
+is off here, and the benchmark tunes alone, on compiled kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -56,6 +56,13 @@ def _warm_in_process(name: str, shape: Shape, *, dtype: str) -> str | None:
 
 
 def warm_one(name: str, shape: tuple[int, int, int, int, int], dtype: str) -> None:
-    """Runs one forward and backward in this process."""
+    """Runs one forward and backward in this process, each Triton kernel once in every configuration."""
+    from triton.runtime.autotuner import Autotuner
+
+    def run_once(kernel_call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+        kernel_call()
+        return [0.0] * len(quantiles)
+
+    Autotuner.do_bench = property(lambda _: run_once)
     BenchCall(IMPLEMENTATIONS[name], Shape(*shape), getattr(torch, dtype), torch.device("cuda")).both()
     torch.cuda.synchronize()
