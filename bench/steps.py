@@ -40,9 +40,8 @@ from lingpt.bench.step_results import (
 )
 from lingpt.common.errors import UserError
 from lingpt.data import Batch, DataConfig
-from lingpt.models import GPT, MODELS, ModelArgs
+from lingpt.models import ALIASES, ATTENTIONS, GPT, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
-from lingpt.models.attention.unified import FORMS
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.console import print_rank0
@@ -73,9 +72,7 @@ COMPARED: dict[str, dict[str, Any]] = {
 PACKED = {
     f"{name}-packed": COMPARED[name] for name in ("ours", "ours-gated", "hybrid", "softmax-flash", "gla")
 }
-# The recurrences of `unified`, likewise.
-UNIFIED = {f"unified+form={form}": {"attention": f"unified+form={form}"} for form in FORMS}
-KNOWN = COMPARED | PACKED | UNIFIED
+NAMED = COMPARED | PACKED
 DOCUMENT = 700  # tokens of a packed document, about the mean of Wiki-40B
 SIZES = ("pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b")
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -83,12 +80,7 @@ USUAL_LENGTH, SWEPT = 8192, ("pythia-160m", "pythia-1.4b")  # every size at this
 TOKENS, ROUNDS = 131072, 2
 # A turn is WARMUP_STEPS untimed steps, then at least MIN_STEPS and MIN_SECONDS, at most MAX_SECONDS.
 WARMUP_STEPS, MIN_STEPS, MIN_SECONDS, MAX_SECONDS = 2, 3, 2.0, 15.0
-# Above the number of attentions, as each is compiled once per shape: beyond the limit PyTorch would run
-# eagerly.
-COMPILED: dict[str, Any] = {
-    "recompile_limit": 2 * len(KNOWN),
-    "fail_on_recompile_limit_hit": True,
-}
+KINDS_OF_LAYERS = 8  # at most, of an attention: each is compiled once per shape
 
 
 class Shape(NamedTuple):
@@ -175,8 +167,8 @@ def bench_steps(
     save_to: Path | None = None,
     append: bool = False,
 ) -> Results:
-    """Times a training step of each of the `attentions` (names of KNOWN, by default all of COMPARED) at each
-    model and length.
+    """Times a training step of each of the `attentions` at each model and length: names of NAMED, by default
+    all of COMPARED, or forms such as `hybrid+value_residual`.
 
     Args:
         models, seq_lens: every model at every length; if not given, SIZES at USUAL_LENGTH, and those SWEPT at
@@ -191,7 +183,9 @@ def bench_steps(
 
     Raises UserError for invalid names and numbers.
     """
-    names = chosen("attention", attentions, KNOWN, COMPARED)
+    forms = [name for name in attentions if "+" in name]  # their recipes check them
+    known = dict.fromkeys([*NAMED, *ALIASES, *ATTENTIONS, *forms])
+    names = chosen("attention", attentions, known, COMPARED)
     shapes = choose_shapes(models, seq_lens, tokens_per_step)
     machine = choose_machine(TrainConfig(accelerator=accelerator, devices=1, num_nodes=1))
     parallel = Parallel(machine)
@@ -208,7 +202,8 @@ def bench_steps(
         todo = [name for name in names if not results.is_done(*shape, name)]
         recipes = _recipes(shape, tokens_per_step, micro_batch_tokens, machine, names) if todo else {}
         torch.compiler.reset()
-        with torch._dynamo.config.patch(COMPILED):
+        limit = KINDS_OF_LAYERS * len(names)  # beyond it PyTorch would run eagerly
+        with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
             for n, name in itertools.product(range(1, rounds + 1), todo):
                 row = results.row(*shape, name) if n > 1 else None
                 row = row or _new_row(name, recipes[name], machine)
@@ -242,7 +237,7 @@ def _recipes(
     names: Sequence[str] = (),
 ) -> dict[str, Recipe]:
     """The recipe of each attention, all with the same settings (`_largest_micro_batch`): those that fit all
-    of COMPARED and PACKED, and the forms of UNIFIED that are among `names`."""
+    of NAMED and of the `names`."""
     sequences = tokens_per_step // shape.seq_len
     train = TrainConfig(
         global_batch_size=sequences,
@@ -255,8 +250,7 @@ def _recipes(
     data = DataConfig(seq_len=shape.seq_len)
     recipes = {
         name: Recipe(ModelArgs(name=shape.model, block_size=shape.seq_len, **model), data, train)
-        for name, model in KNOWN.items()
-        if name in names or name not in UNIFIED
+        for name, model in ({name: {"attention": name} for name in names} | NAMED).items()
     }
     sizes = micro_batch_sizes(next(iter(recipes.values())), machine.world_size)
     if micro_batch_tokens is not None:

@@ -17,8 +17,8 @@ class Options(RowOptions):
     seq_lens: Annotated[tuple[int, ...], Option(
         "sequence lengths, for all models (default: 2048 to 131072)", least=1, most=10**9)] = ()
     attentions: Annotated[tuple[str, ...], Option(
-        "attentions to time (default: all but those on packed documents and the forms of `unified`; an "
-        "unknown name lists them)")] = ()
+        "attentions to time, and forms such as `hybrid+value_residual` (default: the usual ones; an unknown "
+        "name lists all)")] = ()
     tokens_per_step: Annotated[int, Option(
         "tokens per optimiser step, at every length", least=1, most=10**9)] = 131072
     micro_batch_tokens: Annotated[int | None, Option(

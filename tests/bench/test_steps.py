@@ -48,7 +48,7 @@ def test_every_attention_takes_its_turn(tmp_path: Path, monkeypatch, capsys):
         return trained(recipe, attention, parallel)
 
     monkeypatch.setattr(steps, "Trained", broken)
-    names = ["identity", "ours", "softmax-flash", "ours-gated", "softmax-cudnn"]
+    names = ["identity", "softmax-best+value_residual", "softmax-flash", "ours-gated", "softmax-cudnn"]
     path = tmp_path / "bench.json"
     results = bench_steps(["demo"], [16], names, save_to=path, **ON_A_CPU)
     # A kernel that is not there builds no model; what failed is left out.
@@ -250,6 +250,10 @@ def test_shapes_and_mistakes(tmp_path: Path, capsys):
     for options, line in (
         (["--models", "dmo"], "unknown model 'dmo' (did you mean 'demo'?): use one of: "),
         (["--attentions", "softmax-flsh"], "did you mean 'softmax-flash'?"),
+        (
+            ["--attentions", "hybrid+valu", "--models", "demo", "--accelerator", "cpu"],
+            "'hybrid+valu': 'valu' is not an option of ours-gated, which has",
+        ),
         (
             ["--seq_lens", "48", "--tokens_per_step", "64"],
             "--tokens_per_step 64 is not a multiple of the length 48",
