@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -130,6 +131,11 @@ def relative_errors(call: BenchCall) -> dict[str, float]:
     for name, grad, gradient in zip(call.leaves, call.grads, gradients, strict=True):
         errors[f"d{name}"] = _relative_rms(tail(take(grad)), tail(gradient))
     return errors
+
+
+def nan_first(error: float) -> tuple[bool, float]:
+    """The key by which NaN is the largest error: alone, `max` returns NaN only if it comes first."""
+    return math.isnan(error), error
 
 
 def _slice(x: Tensor, batches: list[int], heads: list[int]) -> Tensor:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 
 import torch
 
 from lingpt.bench.clock import Clock
-from lingpt.bench.kernels.call import BenchCall, base_of, capture, interleaved_ratios, relative_errors
+from lingpt.bench.kernels.call import (
+    BenchCall,
+    base_of,
+    capture,
+    interleaved_ratios,
+    nan_first,
+    relative_errors,
+)
 from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
 from lingpt.bench.kernels.results import Row
 from lingpt.bench.results import Skipped
@@ -36,7 +42,7 @@ def first_round(
     row.tolerance, row.errors = implementation.tolerance, relative_errors(call)
     row.reason = call.backward_unsupported_reason or ""
     if not _within_tolerance(row.errors, row):
-        worst = max(row.errors, key=lambda name: (math.isnan(row.errors[name]), row.errors[name]))
+        worst = max(row.errors, key=lambda name: nan_first(row.errors[name]))
         row.status, row.reason = "wrong", f"{worst} is off by {row.errors[worst]:.1e} (relative RMS)"
     if clock.cuda:
         _measure_memory(row, call, clock.device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from lingpt.bench.clock import Clock
+from lingpt.bench.kernels.call import nan_first
 from lingpt.bench.kernels.implementations import CHUNKS, DECAYS, FORMS, IMPLEMENTATIONS
 from lingpt.bench.kernels.shapes import REFERENCE, TABLE_1, Shape
 from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
@@ -166,7 +167,7 @@ class Results(BenchResults[Row]):
             _pair(ratios, ".2f"),
             _pair(bounds, ".2f"),
             _pair([row.forward_memory, row.both_memory], ".2f"),
-            number(max(row.errors.values(), default=None), ".1e"),
+            number(max(row.errors.values(), key=nan_first, default=None), ".1e"),
         ]
 
     def draw(self, folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ import torch
 
 from lingpt.bench.clock import Clock
 from lingpt.bench.environment import warn_if_shared
-from lingpt.bench.kernels import forms, inputs, measure, oracles, runner
+from lingpt.bench.kernels import forms, inputs, measure, oracles, runner, selftest
 from lingpt.bench.kernels import results as kernel_results
 from lingpt.bench.kernels.call import TAIL, BenchCall, Graphs, base_of, interleaved_ratios, relative_errors
 from lingpt.bench.kernels.implementations import (
@@ -40,6 +40,10 @@ from lingpt.tests.oracles import simple_gla
 CPU = torch.device("cpu")
 ON_CPU = ("ours-chunkwise", "torch-cumsum", "spec-dec-la", "sdpa-math")
 ON_A_CPU = {"device": "cpu", "dtype": torch.float32, "progress": False}
+ENVIRONMENT = {
+    "card": "a made-up card", "precision": "bfloat16", "versions": {"torch": "2"}, "source_hash": "0",
+    "date": "2026-01-01",
+}  # fmt: skip
 TINY = {"training": (Shape(2, 65, 2, 16),), "sweep-n": (Shape(2, 65, 2, 16), Shape(2, 130, 2, 16))}
 
 
@@ -158,6 +162,29 @@ def test_without_a_backward_pass_forward_is_measured() -> None:
     assert (row.status, row.reason, set(row.errors)) == ("ok", "no backward pass: too old", {"o"})
     assert row.forward_ms > 0 and row.backward_ms is row.both_ms is None
     assert row.is_correct("forward_ms") and not row.is_correct("backward_ms")
+
+
+class NanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad * math.nan
+
+
+def test_a_gradient_of_nan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: `lingpt kernels test` passing, or the table showing o's error, where a gradient is NaN."""
+    right = IMPLEMENTATIONS["ours-chunkwise"]
+    spoilt = dataclasses.replace(right, call=lambda x: right.call(x) + NanGradient.apply(x["k"]))
+    row = measured(spoilt, Shape(2, 65, 2, 16))
+    assert row.errors["o"] < 1e-5 and row.reason == "dk is off by nan (relative RMS)"
+    results = Results(ENVIRONMENT, [row], copy_bandwidth=1e12)
+    assert line(results, row.implementation, row.shape).endswith("| – |")
+    monkeypatch.setitem(IMPLEMENTATIONS, "ours-chunkwise", spoilt)
+    monkeypatch.setattr(selftest, "SHAPES", (Shape(2, 65, 2, 16),))
+    assert not any(check.passed for check in selftest.self_test(("ours-chunkwise",), "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -437,8 +464,7 @@ def made_up(scale: float = 1.0) -> Results:
     slower = {"ours": scale, "ours-decay": scale * 1.02, "ours-packed": scale, "torch-cumsum": 90.0}
     slower |= {"fla-linear": 3.0, "fla-fused-linear": 4.0, "fla-lightning": 3.5, "fla-linear-norm": 8.0}
     slower |= {"fla-gla": 12.0, "sdpa-flash": 25.0, "sdpa-cudnn": 13.0}
-    env = {"card": "a made-up card", "precision": "bfloat16", "versions": {"torch": "2"}}
-    results = Results(env | {"source_hash": "0", "date": "2026-01-01"}, copy_bandwidth=4e12)
+    results = Results(dict(ENVIRONMENT), copy_bandwidth=4e12)
     for shape in dict.fromkeys(s for sweep in SWEEPS.values() for s in sweep):
         for name, factor in slower.items():
             growth = shape.N / 8192 if IMPLEMENTATIONS[name].quadratic else 1
