@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 BUDGET = Option("time limit in seconds; what does not fit is recorded as skipped", least=0)
 OUT = Option("folder of the JSON file, the table and the plots")
-TINY = ((2, 128, 2, 32), (2, 512, 2, 32), (2, 512, 2, 64))  # small enough for a CPU
 
 
 @dataclass(kw_only=True)
@@ -68,46 +67,49 @@ def measure_or_redraw(
 
 
 def run(options: Options) -> None:
-    import matplotlib  # noqa: F401  (needed by the plots at the end: fails now if missing)
-
     from lingpt.bench.kernels.results import Results
 
-    out = Path(options.out)
-    results = Results.load(out / "results.json") if options.redraw else _measure(options)
-    if results is not None:
-        results.report(out)
+    if options.redraw or options.warm != "only":
+        measure_or_redraw(options, Results, lambda save_to, **_: _measure(options, save_to))
+    elif options.device != "cpu":
+        _warm(options)
 
 
-def _measure(options: Options) -> "Results | None":
-    """The results; None if only compiling the kernels was requested."""
-    import torch
-
-    from lingpt.bench.kernels.implementations import DEFAULT_IMPLEMENTATIONS, KERNELS
-    from lingpt.bench.kernels.runner import run_bench
-    from lingpt.bench.kernels.shapes import QUICK, SWEEPS, Shape
-    from lingpt.bench.kernels.traffic import count_bytes
+def _warm(options: Options) -> None:
+    from lingpt.bench.kernels.shapes import QUICK, SWEEPS
     from lingpt.bench.kernels.warm import warm_up
 
-    cpu, path = options.device == "cpu", Path(options.out) / "results.json"
-    if not cpu and options.warm != "skip":
-        sweeps = QUICK if options.quick else SWEEPS
-        for cell, error in warm_up(options.implementations, options.only, options.dtype, sweeps).items():
-            print(f"not compiled: {cell}: {error}")
-    if options.warm == "only":
-        return None
+    sweeps = QUICK if options.quick else SWEEPS
+    for cell, error in warm_up(options.implementations, options.only, options.dtype, sweeps).items():
+        print(f"not compiled: {cell}: {error}")
+
+
+def _measure(options: Options, save_to: Path) -> "Results":
+    import torch
+
+    from lingpt.bench.kernels.implementations import KERNELS
+    from lingpt.bench.kernels.runner import run_bench
+    from lingpt.bench.kernels.shapes import TINY
+    from lingpt.bench.kernels.traffic import count_bytes
+
+    cpu = options.device == "cpu"
+    if options.warm == "first" and not cpu:
+        _warm(options)
+    # First, as `ncu` may be missing or not permitted.
+    counted = count_bytes(options.implementations, options.dtype) if options.ncu else {}
     results = run_bench(
         options.only,
-        options.implementations or (KERNELS if cpu else DEFAULT_IMPLEMENTATIONS),
+        options.implementations or (KERNELS if cpu else ()),
         quick=options.quick,
         budget=options.budget,
         limit=options.max_round_seconds,
         device=options.device,
         dtype=torch.float32 if cpu else getattr(torch, options.dtype),
-        save_to=path,
+        save_to=save_to,
         append=options.append,
-        sweeps={"training": tuple(Shape(*shape) for shape in TINY)} if cpu else None,
+        sweeps=TINY if cpu else None,
     )
-    if options.ncu:
-        results.bytes_moved |= count_bytes(options.implementations or DEFAULT_IMPLEMENTATIONS)
-        results.save(path)
+    if counted:
+        results.bytes_moved |= counted
+        results.save(save_to)
     return results

@@ -6,8 +6,6 @@ from typing import Annotated, Any
 from lingpt.cli.bench import BUDGET, OUT, RowOptions, measure_or_redraw
 from lingpt.common.options import Option
 
-TINY = ((2, 64, 2, 16), (1, 128, 2, 16))  # small enough for a CPU
-
 
 @dataclass(kw_only=True)
 class Options(RowOptions):
@@ -29,7 +27,7 @@ def run(options: Options) -> None:
     from lingpt.bench.kernels.implementations import FORMS
     from lingpt.bench.kernels.results import Results
     from lingpt.bench.kernels.runner import run_bench
-    from lingpt.bench.kernels.shapes import FORM_SHAPES, Shape
+    from lingpt.bench.kernels.shapes import FORM_SHAPES, TINY_FORM_SHAPES
 
     def bench(device: str, max_round_seconds: float, **given: Any) -> Results:
         cpu = device == "cpu"
@@ -38,7 +36,7 @@ def run(options: Options) -> None:
             device=device,
             limit=max_round_seconds,
             dtype=torch.float32 if cpu else torch.bfloat16,
-            sweeps={"forms": tuple(Shape(*shape) for shape in TINY) if cpu else FORM_SHAPES},
+            sweeps={"forms": TINY_FORM_SHAPES if cpu else FORM_SHAPES},
             **given,
         )
 

@@ -13,25 +13,29 @@ import torch
 
 from lingpt.bench.kernels.call import BenchCall
 from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
+from lingpt.bench.kernels.runner import choose_implementations
 from lingpt.bench.kernels.shapes import REFERENCE
 from lingpt.common.errors import UserError, first_line
 
+DEVICE = torch.device("cuda")
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 # What is counted apart begins with this kernel, torch.cuda._sleep's, and a line of output that names it.
 MARKER, RANGE = "spin_kernel", "range: "
 
 
-def count_bytes(names: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Implementation → "forward" or "backward" → bytes at REFERENCE, for those of `names` that run here.
+def count_bytes(names: Iterable[str], dtype: str) -> dict[str, dict[str, float]]:
+    """Implementation → "forward" or "backward" → bytes at REFERENCE, for those of `names` (default: as
+    `run_bench`) that run here.
 
-    All in one process: to start and to tune takes longer than to count. UserError if `ncu` is missing or
-    counts nothing.
+    All in one process: to start and to tune takes longer than to count. UserError if a name is unknown, or
+    `ncu` is missing or counts nothing.
     """
+    names = [implementation.name for implementation in choose_implementations(names)]
     if shutil.which("ncu") is None:
         raise UserError(
             "counting bytes needs NVIDIA's profiler `ncu` on the PATH; without --ncu they are estimated"
         )
-    script = f"from lingpt.bench.kernels.traffic import run_all; run_all({list(names)!r})"
+    script = f"from lingpt.bench.kernels.traffic import run_all; run_all({names!r}, {dtype!r})"
     # Caches are not flushed between kernels: data that one leaves in L2 for the next is not DRAM traffic.
     options = ["--csv", "--print-units", "base", "--cache-control", "none", "--profile-from-start", "off"]
     command = ["ncu", *options, "--metrics", ",".join(METRICS), sys.executable, "-c", script]
@@ -63,21 +67,21 @@ def parse_counts(output: str) -> dict[str, dict[str, float]]:
     return counted
 
 
-def run_all(names: Iterable[str]) -> None:
+def run_all(names: Iterable[str], dtype: str) -> None:
     """Runs in the profiled process: each implementation once, to compile and tune, then each direction with
     counters on."""
     for name in names:
         try:
-            if reason := IMPLEMENTATIONS[name].unsupported_reason(REFERENCE):
-                raise UserError(reason)
-            _run_both_counted(name)
+            _run_both_counted(name, getattr(torch, dtype))
         except Exception as error:  # the others are counted all the same
             print(f"not counted: {name}: {first_line(error)}", file=sys.stderr)
         torch.cuda.empty_cache()
 
 
-def _run_both_counted(name: str) -> None:
-    call = BenchCall(IMPLEMENTATIONS[name], REFERENCE, torch.bfloat16, torch.device("cuda"))
+def _run_both_counted(name: str, dtype: torch.dtype) -> None:
+    if reason := IMPLEMENTATIONS[name].unsupported_reason(REFERENCE, dtype, DEVICE):
+        raise UserError(reason)
+    call = BenchCall(IMPLEMENTATIONS[name], REFERENCE, dtype, DEVICE)
     call.both()
     _run_counted(name, "forward", call.forward)
     if not call.backward_unsupported_reason:
@@ -85,11 +89,13 @@ def _run_both_counted(name: str) -> None:
 
 
 def _run_counted(name: str, direction: str, work: Callable[[], object]) -> None:
-    torch.empty(256 << 20, dtype=torch.int8, device="cuda").zero_()  # flushes the inputs from L2
+    torch.empty(256 << 20, dtype=torch.int8, device=DEVICE).zero_()  # flushes the inputs from L2
     torch.cuda.synchronize()
     print(f"{RANGE}{name} {direction}", flush=True)
     torch.cuda.cudart().cudaProfilerStart()
-    torch.cuda._sleep(1)
-    work()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStop()
+    try:
+        torch.cuda._sleep(1)
+        work()
+        torch.cuda.synchronize()
+    finally:  # otherwise what the next implementation compiles and tunes would count as this one's
+        torch.cuda.cudart().cudaProfilerStop()

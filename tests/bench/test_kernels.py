@@ -15,7 +15,7 @@ import torch
 
 from lingpt.bench.clock import Clock
 from lingpt.bench.environment import warn_if_shared
-from lingpt.bench.kernels import forms, inputs, measure, oracles, runner, selftest
+from lingpt.bench.kernels import forms, inputs, measure, oracles, runner, selftest, traffic
 from lingpt.bench.kernels import results as kernel_results
 from lingpt.bench.kernels.call import TAIL, BenchCall, Graphs, base_of, interleaved_ratios, relative_errors
 from lingpt.bench.kernels.implementations import (
@@ -27,7 +27,6 @@ from lingpt.bench.kernels.implementations import (
 from lingpt.bench.kernels.results import Results, Row, style
 from lingpt.bench.kernels.runner import run_bench
 from lingpt.bench.kernels.shapes import BATCH_1, CUMSUM, LONG, REFERENCE, SWEEPS, TABLE_1, Shape
-from lingpt.bench.kernels.traffic import parse_counts
 from lingpt.bench.kernels.warm import WARM_N, warm_up
 from lingpt.bench.results import Session, Skipped
 from lingpt.cli.main import main
@@ -662,10 +661,45 @@ def test_bytes_are_summed_over_kernels() -> None:
         '"2","other","dram__bytes_read.sum","byte","16"\n"2","other","sm__cycles.sum","cycle","99"\n'
         '"3","spin_kernel(long)","dram__bytes_read.sum","byte","7"\n'
     )
-    assert parse_counts(output) == {"ours": {"forward": 402653184 + 134217728 + 16}}
+    assert traffic.parse_counts(output) == {"ours": {"forward": 402653184 + 134217728 + 16}}
     backward = '"4","scan","dram__bytes_read.sum","byte","5"\n'
-    assert parse_counts(output + backward)["ours"]["backward"] == 5
-    assert parse_counts("==ERROR== no permission\n") == {}
+    assert traffic.parse_counts(output + backward)["ours"]["backward"] == 5
+    assert traffic.parse_counts("==ERROR== no permission\n") == {}
+
+
+def test_bytes_are_counted_in_the_dtype_of_the_times(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Guards: bytes of bf16 over the least of fp32, and a pass that breaks while the counters stay on."""
+    chunkwise, log = IMPLEMENTATIONS["ours-chunkwise"], []
+
+    def call(x: inputs.Inputs) -> torch.Tensor:
+        log.append(x["q"].dtype)
+        if len(log) == 3:  # the untimed pass, the counters, the counted one
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return chunkwise.call(x)
+
+    on_cpu = SimpleNamespace(
+        **{name: lambda *_: None for name in ("synchronize", "empty_cache", "_sleep")},
+        cudart=lambda: SimpleNamespace(
+            cudaProfilerStart=lambda: log.append("on"), cudaProfilerStop=lambda: log.append("off")
+        ),
+    )
+    monkeypatch.setattr(torch, "cuda", on_cpu)
+    monkeypatch.setattr(traffic, "DEVICE", CPU)
+    monkeypatch.setattr(traffic, "REFERENCE", Shape(1, 64, 1, 8))
+    monkeypatch.setitem(IMPLEMENTATIONS, "ours-chunkwise", dataclasses.replace(chunkwise, call=call))
+    traffic.run_all(["ours-chunkwise"], "float16")
+    assert log == [torch.float16, "on", torch.float16, "off"]
+    assert "not counted: ours-chunkwise: CUDA out of memory" in capsys.readouterr().err
+
+
+def test_what_cannot_be_counted_is_said_before_anything_is_timed(monkeypatch, tmp_path: Path, capsys) -> None:
+    """Guards: twenty minutes of measuring that end without a table, as `ncu` is missing."""
+    monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
+    options = ["--device", "cpu", "--ncu", "true", "--out", str(tmp_path)]
+    assert main(["bench", *options]) == 2
+    assert "NVIDIA's profiler `ncu` on the PATH" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert main(["bench", *options, "--implementations", "triton"]) == 2
+    assert "unknown implementation 'triton'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
