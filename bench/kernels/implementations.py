@@ -296,10 +296,10 @@ _KERNELS = (
 
 _FORMS = (
     Implementation("form-quadratic", "all weights", inputs.random, forms.quadratic, oracles.linear,
-                   colour_of="softmax-cudnn"),
+                   quadratic=True, colour_of="softmax-cudnn"),
     Implementation("form-blocks", "weights in blocks", inputs.random, forms.quadratic_in_blocks,
-                   oracles.linear, colour_of="identity"),
-    # Steps in turn: at a constant number of tokens, as in the sweep of forms, its time grows like N², too.
+                   oracles.linear, quadratic=True, colour_of="identity"),
+    # Steps in turn: at a constant number of tokens, as in the sweep of forms, its time grows like N, too.
     Implementation("form-recurrent", "one state after another", inputs.random, forms.recurrent,
                    oracles.linear, quadratic=True, colour_of="gla"),
     Implementation("form-states", "all states", inputs.random, forms.all_states, oracles.linear,

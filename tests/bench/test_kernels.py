@@ -21,6 +21,7 @@ from lingpt.bench.kernels.call import TAIL, BenchCall, Graphs, base_of, interlea
 from lingpt.bench.kernels.implementations import (
     DECAYS,
     DEFAULT_IMPLEMENTATIONS,
+    FORMS,
     IMPLEMENTATIONS,
     Implementation,
 )
@@ -440,6 +441,16 @@ def test_time_is_bounded() -> None:
     grown = {"training": (Shape(1, 64, 1, 16), Shape(1, 10**9, 1, 16))}
     run = run_bench(implementations=("sdpa-math",), sweeps=grown, **ON_A_CPU)
     assert run.rows[0].status == "ok" and "would take about" in run.rows[1].reason
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_time_of_a_form_is_predicted(name: str) -> None:
+    """Guards: at 32 times the length and as many tokens, a quadratic form predicted as fast as before."""
+    short, long = Shape(32, 512, 12, 64), Shape(1, 16384, 12, 64)
+    row = Row(name, short, "bfloat16", both_ms=4.0)
+    grows = name in ("sdpa-flash", "form-quadratic", "form-blocks", "form-recurrent")
+    predicted = runner._predict([row], Row(name, long, "bfloat16"))
+    assert predicted == pytest.approx(4e-3 * (32 if grows else 1))
 
 
 @pytest.mark.parametrize(
