@@ -126,18 +126,26 @@ def _measure(
     if (row.steps + OUTSIDE) * seconds > left:
         raise Skipped(f"a step takes {seconds:.0f} s by the plan, and {left:.0f} s of the budget are left")
     try:
-        failed = processes.run(["train", *_words(row, everywhere, out)], left)
+        _train(row, processes, ["train", *_words(row, everywhere, out)], left, recipe.run_folder, out)
+    finally:
+        shutil.rmtree(recipe.run_folder, ignore_errors=True)
+
+
+def _train(
+    row: Row, processes: Processes, words: Sequence[str], seconds: float, run: Path, out: Path
+) -> None:
+    """Runs `lingpt <words>`, whose folder is `run`, and reads what came of it."""
+    try:
+        failed = processes.run(words, seconds)
     except TimeoutError:
-        failed, why = None, f"stopped after {left:.0f} s, the rest of the budget"
-        if len(_steps(recipe.run_folder)) < row.steps:
-            shutil.rmtree(recipe.run_folder, ignore_errors=True)
+        failed, why = None, f"stopped after {seconds:.0f} s, the rest of the budget"
+        if len(_steps(run)) < row.steps:
             raise Skipped(why) from None
         row.reason = f"{why}: its steps are whole"
     if failed:
         row.status, row.reason = "oom" if "out of memory" in failed else "error", failed
     else:
-        _read(row, recipe.run_folder, out)
-    shutil.rmtree(recipe.run_folder, ignore_errors=True)
+        _read(row, run, out)
 
 
 def _words(row: Row, everywhere: Sequence[str], out: Path) -> list[str]:

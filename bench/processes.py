@@ -1,5 +1,6 @@
 """Processes that are started ahead: importing PyTorch takes seconds, in which another row can be measured."""
 
+import contextlib
 import json
 import os
 import socket
@@ -61,8 +62,9 @@ class Processes:
         for rank, process in enumerate(self._ranks):
             environment = _torchrun(rank, len(self._ranks), port) if len(self._ranks) > 1 else {}
             assert process.stdin
-            process.stdin.write(json.dumps((environment, words)) + "\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: stderr says why
+                process.stdin.write(json.dumps((environment, words)) + "\n")
+                process.stdin.flush()
         try:
             failed = self._first_failure(time.monotonic() + seconds)
         finally:

@@ -153,6 +153,30 @@ def test_a_row_whose_steps_are_whole_counts_when_the_budget_ends(
     assert folders and not [folder for folder in folders if folder.exists()]
 
 
+def test_a_trace_that_cannot_be_read_leaves_no_folder(tmp_path: Path, monkeypatch):
+    """Guards: a run's folder beside a row that `--append` does not measure again."""
+
+    class WithoutSteps(FakeProcesses):
+        def run(self, words: list[str], seconds: float) -> str | None:
+            found, trace = super().run(words, seconds), "profile/trace.json.gz"
+            if (path := parse_recipe(words[1:]).run_folder / trace).exists():
+                path.write_bytes(gzip.compress(b'{"traceEvents": []}'))
+            return found
+
+    monkeypatch.setattr(context, "Processes", WithoutSteps)
+    results = context.bench_context("demo", ["ours"], [512], **OPTIONS, save_to=tmp_path / "context.json")
+    assert (results.rows[-1].status, results.rows[-1].kind) == ("refused", "pieces")
+    assert "has no step" in results.rows[-1].reason and not list((tmp_path / "runs").iterdir())
+
+
+def test_a_process_that_ends_before_its_command_says_why(tmp_path: Path, monkeypatch):
+    """Guards: `Broken pipe` instead of the error of an import."""
+    monkeypatch.setattr(processes, "_WAIT", "raise SystemExit('no such library')")
+    with Processes(1, tmp_path) as waiting:
+        waiting._ranks[0].wait()
+        assert waiting.run(["train"], 10) == "no such library"
+
+
 def test_communication_is_summed_by_what_it_sends(tmp_path: Path):
     """On a GPU by the call that launched it, whose thread and time are those of a named range."""
     write_trace(tmp_path / "profile/trace.json.gz")
