@@ -47,7 +47,7 @@ class DecodeRow(BenchRow):
         """The row as a line for the terminal."""
         what = f"{self.model} {self.attention}, batch {self.batch_size}, context {self.context}, {self.step}"
         if self.ms is None or self.state_bytes is None:
-            return f"{what}: {self.status}: {self.reason}"
+            return f"{what}: {self.failure}"
         return f"{what}: {self.ms:.2f} ms a token, {scaled(self.state_bytes, 'B')} of state a sequence"
 
 

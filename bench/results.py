@@ -45,8 +45,8 @@ class BenchRow:
 
     @property
     def failure(self) -> str:
-        """`oom: out of memory`, as it stands in a table; empty for a row that is ok."""
-        return "" if self.status == "ok" else f"{self.status}: {self.reason.replace('|', '/')}"
+        """`oom: out of memory`; empty for a row that is ok."""
+        return "" if self.status == "ok" else f"{self.status}: {self.reason}"
 
     def add_round(self, **times: float) -> None:
         """Adds the times (ms) of another round, by field; the fields become the medians."""
@@ -229,9 +229,12 @@ def made_on(environment: dict[str, Any]) -> str:
 
 
 def markdown(columns: tuple[str, ...], lines: list[list[str]]) -> str:
-    """A Markdown table; lines with fewer cells than columns are padded with empty ones."""
-    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
-    return head + "".join(f"| {' | '.join(line)} |{' |' * (len(columns) - len(line))}\n" for line in lines)
+    """A Markdown table; lines with fewer cells than columns are padded with empty ones. A cell has no `|`."""
+    table = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+    for line in lines:
+        cells = " | ".join(cell.replace("|", "/") for cell in line)
+        table += f"| {cells} |{' |' * (len(columns) - len(line))}\n"
+    return table
 
 
 def in_k(n: int) -> str:

@@ -47,7 +47,7 @@ class Row(BenchRow):
         """The row as a line for the terminal."""
         what = f"{self.model} N = {self.seq_len}, {self.attention}"
         if self.status != "ok" or self.ms is None:
-            return f"{what}: {self.status}: {self.reason}"
+            return f"{what}: {self.failure}"
         return f"{what}: {self.ms:.1f} ms, {(self.tokens_per_second or 0) / 1e3:.1f} k tokens/s"
 
 

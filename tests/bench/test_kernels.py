@@ -511,6 +511,8 @@ def test_the_table_holds_what_was_measured() -> None:
     gla.tolerance, gla.errors = 2e-2, {"o": 1e-3, "dk": 1.0}
     found = line(results, "fla-gla", REFERENCE)
     assert "wrong: dk is off" in found and "| 10.00 / – | 9.60 / – |" in found, "its forward pass is correct"
+    gla.graph_reason = "RuntimeError: a | b"
+    assert "| RuntimeError: a / b | – |" in line(results, "fla-gla", REFERENCE)
     ours.status, ours.errors = "wrong", {"o": 1.0}
     assert "| – | 9.60 / – |" in line(results, "fla-gla", REFERENCE)
 
