@@ -1,8 +1,8 @@
 """Compiles Triton kernels before the benchmark, in parallel processes that share one cache.
 
 With a cold cache they autotune for minutes. Here every configuration is compiled and none timed: other
-running processes would distort the choice, and timing takes turns on the GPU. So FLA's cache of choices
-is off here, and the benchmark tunes alone, on compiled kernels.
+running processes would distort the choice, and timing takes turns on the GPU. So the caches of choices, FLA's
+and Triton's, are off here, and the benchmark tunes alone, on compiled kernels.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lingpt.bench.kernels.runner import choose_implementations, choose_shapes
 from lingpt.bench.kernels.shapes import SWEEPS, Shape
 from lingpt.common.devices import available_cores
 
+NOT_CACHED = {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}  # the choices; kernels are
 WARM_N = 1024  # kernels depend on whether B is 1, on H and on D; not on N, as long as 16 divides it
 
 
@@ -50,7 +51,7 @@ def warm_up(
 def _warm_in_process(name: str, shape: Shape, *, dtype: str) -> str | None:
     """Runs `warm_one` in a new process; None if it worked, else the last line of the error."""
     script = f"from lingpt.bench.kernels.warm import warm_one; warm_one({name!r}, {tuple(shape)}, {dtype!r})"
-    environment = os.environ | {"FLA_CACHE_RESULTS": "0", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    environment = os.environ | NOT_CACHED | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     return None if ran.returncode == 0 else (ran.stderr.strip().splitlines() or ["no message"])[-1]
 

@@ -15,7 +15,7 @@ import torch
 
 from lingpt.bench.clock import Clock
 from lingpt.bench.environment import warn_if_shared
-from lingpt.bench.kernels import forms, inputs, measure, oracles, runner, selftest, traffic
+from lingpt.bench.kernels import forms, inputs, measure, oracles, runner, selftest, traffic, warm
 from lingpt.bench.kernels import results as kernel_results
 from lingpt.bench.kernels.call import TAIL, BenchCall, Graphs, base_of, interleaved_ratios, relative_errors
 from lingpt.bench.kernels.implementations import (
@@ -451,6 +451,21 @@ def test_the_time_of_a_form_is_predicted(name: str) -> None:
     grows = name in ("sdpa-flash", "form-quadratic", "form-blocks", "form-recurrent")
     predicted = runner._predict([row], Row(name, long, "bfloat16"))
     assert predicted == pytest.approx(4e-3 * (32 if grows else 1))
+
+
+def test_compiling_beforehand_keeps_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a cache on disk with the first configuration as the fastest, as none was timed."""
+    for name in ("FLA_CACHE_RESULTS", "TRITON_CACHE_AUTOTUNING"):
+        monkeypatch.setenv(name, "1")
+    environments = []
+
+    def run(command, env, **options):
+        environments.append(env)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(warm.subprocess, "run", run)
+    assert warm._warm_in_process("fla-gla", Shape(1, WARM_N, 1, 64), dtype="bfloat16") is None
+    assert {environments[0][name] for name in ("FLA_CACHE_RESULTS", "TRITON_CACHE_AUTOTUNING")} == {"0"}
 
 
 @pytest.mark.parametrize(
