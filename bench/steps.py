@@ -324,6 +324,14 @@ def _time_round(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) 
     row.steps += len(spans)
     row.first_step_seconds = row.first_step_seconds or first
     row.tokens_per_second = 1e3 * row.tokens / row.ms
-    length = min(DOCUMENT, row.seq_len) if row.attention in PACKED else row.seq_len
-    row.mfu = mfu(row.tokens_per_second, trained.gpt.flops_per_token(length), machine.peak)
+    flops = trained.gpt.flops_per_token(_sequence_length(trained.micro_batch))
+    row.mfu = mfu(row.tokens_per_second, flops, machine.peak)
     row.peak_memory = parallel.peak_memory if device.type == "cuda" else None
+
+
+def _sequence_length(micro_batch: torch.Tensor | Batch) -> int:
+    """N; of packed documents, the mean over their tokens: the FLOPs of softmax grow with its square."""
+    if isinstance(micro_batch, torch.Tensor):
+        return micro_batch.shape[1] - 1
+    lengths = micro_batch.cu_seqlens.diff().double()
+    return round((lengths.square().sum() / lengths.sum()).item())

@@ -12,7 +12,7 @@ from lingpt.bench.step_results import IDENTITIES, Results, Row, _throughput
 from lingpt.bench.steps import Identity, Shape, bench_steps, choose_shapes
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
-from lingpt.data import DataConfig
+from lingpt.data import Batch, DataConfig
 from lingpt.models import GPT, Config, ModelArgs
 from lingpt.train import Recipe, TrainConfig
 from lingpt.train.planning.machine import choose_machine
@@ -92,6 +92,15 @@ def test_a_benchmark_goes_on_where_it_stopped(tmp_path: Path):
         Results(whole.environment | {key: "another"}, whole.rows).save(path)
         with pytest.raises(UserError, match=f"of another {key}: measure again"):
             bench_steps(["demo"], [32], ["ours"], **options)
+
+
+def test_a_token_of_packed_documents_attends_within_its_own():
+    """Guards: the FLOPs of documents of the mean length, half of those of random ones."""
+    tokens = torch.zeros(2, 100, dtype=torch.long)
+    assert steps._sequence_length(torch.zeros(2, 101)) == 100
+    for borders, length in (([0, 100, 200], 100), ([0, 20, 100, 100, 200], (20**2 + 80**2 + 100**2) / 200)):
+        batch = Batch(tokens, tokens, torch.tensor(borders, dtype=torch.int32))
+        assert steps._sequence_length(batch) == length
 
 
 def test_the_table_names_the_code():
