@@ -13,7 +13,9 @@ import torch
 from lingpt.common.install import installed_version
 from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
-PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings")
+PACKAGES = (
+    "lingpt", "torch", "triton", "fla-core", "mamba-ssm", "mlstm-kernels", "transformers", "cuda-bindings",
+)  # fmt: skip
 CONTEXT_GIB = 1.5  # more than a process uses outside of PyTorch's allocator
 
 
