@@ -26,6 +26,7 @@ from lingpt.bench.processes import Processes
 from lingpt.bench.results import Session, Skipped
 from lingpt.bench.trace import draw_trace, read_trace
 from lingpt.common.run_folder import PROFILE, read_metrics
+from lingpt.models import ModelArgs
 from lingpt.train.console import print_rank0
 from lingpt.train.planning.memory_fit import fits_here
 from lingpt.train.planning.plan import estimate
@@ -77,7 +78,9 @@ def bench_context(
     save_to: Path,
 ) -> Results:
     """Measures all rows, none after `budget` seconds, and saves after each; `options`: more of `lingpt
-    train`'s, for every row."""
+    train`'s, for every row. UserError for an unknown model or attention."""
+    for attention in attentions:
+        ModelArgs(name=model, attention=attention).config()
     out = save_to.parent
     out.mkdir(parents=True, exist_ok=True)
     on_gpu = accelerator != "cpu" and torch.cuda.is_available()

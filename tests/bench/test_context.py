@@ -12,6 +12,7 @@ from lingpt.bench import context, processes
 from lingpt.bench.context_results import Results
 from lingpt.bench.processes import Processes
 from lingpt.bench.trace import draw_trace, read_trace
+from lingpt.cli.main import main
 from lingpt.common.run_folder import METRICS
 from lingpt.data import DataConfig
 from lingpt.train.planning.plan import Estimate
@@ -151,6 +152,14 @@ def test_a_row_whose_steps_are_whole_counts_when_the_budget_ends(
     assert results.rows[-1].status == status and "the rest of the budget" in results.rows[-1].reason
     assert results.rows[-1].tokens_per_second == (None if missing else 100.0)
     assert folders and not [folder for folder in folders if folder.exists()]
+
+
+def test_an_unknown_name_is_one_line(tmp_path: Path, capsys):
+    """Guards: a table of rows that are all refused, and no failure."""
+    for option, name in (("--model", "dmo"), ("--attentions", "softmx")):
+        assert main(["bench", "context", "--accelerator", "cpu", option, name, "--out", str(tmp_path)]) == 2
+        assert f"'{name}' (did you mean" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_trace_that_cannot_be_read_leaves_no_folder(tmp_path: Path, monkeypatch):
