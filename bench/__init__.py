@@ -1,1 +1,1 @@
-"""Benchmarks of whole models: a training step (`lingpt bench train`), decoding (`lingpt bench decode`)."""
+"""Benchmarks: `lingpt bench` and `bench forms` (`kernels`), `bench train`, `context`, `decode` and `data`."""

@@ -104,9 +104,11 @@ class BenchResults(Generic[R]):
 
     def put(self, row: R) -> None:
         """Adds the row, or replaces the earlier one of its cell."""
-        earlier = self.row(*row.cell)
-        index = len(self.rows) if earlier is None else self.rows.index(earlier)
-        self.rows[index : index + 1] = [row]
+        for index, earlier in enumerate(self.rows):
+            if earlier.cell == row.cell:
+                self.rows[index] = row
+                return
+        self.rows.append(row)
 
     def ratio(self, row: R | None, than: R | None, field: str = "ms") -> float | None:
         """The row's time over that of `than`: the median of the rounds' ratios.
@@ -174,13 +176,13 @@ class Session(Generic[R]):
         self.deadline = time.perf_counter() + budget
         self.name = datetime.now().astimezone().isoformat()
 
-    def turn(self, row: R, measure: Callable[[R], None], first: bool = True) -> bool:
+    def turn(self, row: R, measure: Callable[[R], None]) -> bool:
         """Has `measure` fill the row, or its next round; what it raises becomes the row's status and reason.
 
         False if it had no turn: a later round of a row that has failed, or beyond the budget.
         """
-        late = time.perf_counter() > self.deadline
-        if not first and (late or row.status != "ok"):
+        late, later_round = time.perf_counter() > self.deadline, row.session == self.name
+        if later_round and (late or row.status != "ok"):
             return False
         row.session = self.name
         try:

@@ -210,7 +210,7 @@ def bench_steps(
                 work = functools.partial(
                     _time_round, recipe=recipes[name], machine=machine, parallel=parallel
                 )
-                if session.turn(row, work, first=n == 1):
+                if session.turn(row, work):
                     print_rank0(f"{row.line()}, round {n}")
     return results
 

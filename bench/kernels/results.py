@@ -211,8 +211,8 @@ def style(name: str) -> dict[str, Any]:
 
 def _swept(results: Results, axis: str, names: Collection[str], **fixed: int) -> list[Row]:
     """The rows of a sweep over `axis`, in order; none if it has fewer than two points."""
-    rows = [row for row in results.rows if row.implementation in names and _matches(row.shape, fixed)]
-    rows = [row for row in rows if row.shape != TABLE_1]
+    rows = [row for row in results.rows if row.implementation in names and row.shape != TABLE_1]
+    rows = [row for row in rows if fixed.items() <= row.shape._asdict().items()]
     rows.sort(key=lambda row: getattr(row.shape, axis))
     return rows if len({getattr(row.shape, axis) for row in rows if row.status == "ok"}) > 1 else []
 
@@ -320,10 +320,6 @@ def _log_axes(panel: Any, ticks: Sequence[int], **labels: str) -> None:
     panel.set_xticks(ticks, list(map(in_k, ticks)))
     panel.minorticks_off()
     style_axes(panel)
-
-
-def _matches(shape: Shape, fixed: dict[str, int]) -> bool:
-    return all(getattr(shape, name) == value for name, value in fixed.items())
 
 
 def _value(row: Row, field: str) -> float:

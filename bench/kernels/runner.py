@@ -36,8 +36,8 @@ def run_bench(
     append: bool = False,
     progress: bool = True,
 ) -> Results:
-    """Measures `implementations` (names; default: all but the slow PyTorch ones) on the sweeps named in
-    `only` (default: all).
+    """Measures `implementations` (names; default: DEFAULT_IMPLEMENTATIONS) on the sweeps named in `only`
+    (default: all).
 
     `quick` takes fewer shapes; `budget` is in seconds: once it is spent, no further timing begins, and the
     rest is recorded as skipped; `limit` is the maximum in seconds that one implementation may take at one
@@ -67,7 +67,7 @@ def run_bench(
             measure = functools.partial(_first_round, results.rows, clock, limit=limit, graphs=graphs)
             session.turn(Row(implementation.name, shape, name), measure)
         elif row := results.row(implementation.name, shape):
-            session.turn(row, functools.partial(next_round, clock=clock), first=False)
+            session.turn(row, functools.partial(next_round, clock=clock))
     return results
 
 

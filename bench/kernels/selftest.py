@@ -32,7 +32,7 @@ class Check(NamedTuple):
 
 
 def self_test(names: tuple[str, ...] = OURS, device: str = "cuda") -> list[Check]:
-    """Checks forward and backward of every form at short, odd and chunk-sized lengths."""
+    """Checks forward and backward of each implementation at short, odd and chunk-sized lengths."""
     cells = [(name, dtype, shape) for name in names for dtype in DTYPES for shape in SHAPES]
     return [_check(name, shape, dtype, torch.device(device)) for name, dtype, shape in cells]
 

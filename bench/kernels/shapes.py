@@ -59,7 +59,9 @@ QUICK: dict[str, tuple[Shape, ...]] = {
     "gla-layer": (GLA_1_4B,),
     "fla-shapes": FLA_SHAPES[:2],
 }
-TINY = {"training": (Shape(2, 128, 2, 32), Shape(2, 512, 2, 32), Shape(2, 512, 2, 64))}  # for a CPU
+TINY: dict[str, tuple[Shape, ...]] = {  # for a CPU
+    "training": (Shape(2, 128, 2, 32), Shape(2, 512, 2, 32), Shape(2, 512, 2, 64)),
+}
 # As many tokens of heads of GPT-2's size, in sequences of different lengths.
 FORM_SHAPES = tuple(Shape(65536 // N, N, 12, 64) for N in (512, 2048, 8192, 16384, 32768, 65536))
 TINY_FORM_SHAPES = Shape(2, 64, 2, 16), Shape(1, 128, 2, 16)
