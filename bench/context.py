@@ -3,7 +3,7 @@
 Each row is a run of `lingpt train` in processes of its own, so that one that fails leaves the others:
 
 - `one`: the base length on one device, `ddp`: on each of them, with as many tokens a step
-- `first`: the first step at a middle length, on one device and over all, whose losses must be equal
+- `first`: the first step at a middle length, on one device and over all; of another loss it is `wrong`
 - `pieces`: the long sequences, each over all devices; the third step is traced
 
 A step has as many tokens a device in each row, or one sequence if that is more, so that gradients and
@@ -13,6 +13,7 @@ communication.
 
 import contextlib
 import functools
+import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,7 @@ from lingpt.train.start import check_recipe
 # The embedded text as bytes: the most tokens that need no download.
 DATA = ["--data.source", "embedded", "--data.vocab_size", "257"]
 OWN_TOKENS = 1 << 17  # at most, of a device in a step of `one` and `ddp`: the optimizer is 1 % of the step
+LOSS_TOLERANCE = 1e-5  # relative; sums in another order make 1e-6, sequences that are cut 1e-4 and more
 OUTSIDE = 1.5  # a run's warm-up and validation, in steps
 OFFLOAD = "--train.offload_activations true"
 
@@ -110,7 +112,7 @@ def bench_context(
 
 
 def _measure(
-    processes: Processes, session: Session, steps: int, everywhere: Sequence[str], out: Path, row: Row
+    processes: Processes, session: Session[Row], steps: int, everywhere: Sequence[str], out: Path, row: Row
 ) -> None:
     """Plans the row, trains it and reads what came of it."""
     row.steps = 1 if row.kind == "first" else steps
@@ -132,6 +134,11 @@ def _measure(
         _train(row, processes, ["train", *_words(row, everywhere, out)], left, recipe.run_folder, out)
     finally:
         shutil.rmtree(recipe.run_folder, ignore_errors=True)
+    one = session.results.row(row.model, "first", row.attention, row.seq_len, 1)
+    if row.kind == "first" and row.losses and one and one.losses:
+        own, expected = row.losses[0], one.losses[0]
+        if not math.isclose(own, expected, rel_tol=LOSS_TOLERANCE):
+            row.status, row.reason = "wrong", f"the loss is {own:.5f}, that of one device {expected:.5f}"
 
 
 def _train(

@@ -20,6 +20,7 @@ class Row(BenchRow):
     """A run of one attention: `devices` processes, and over how many of them a sequence is divided. Rates and
     memory are a device's.
 
+    status: "wrong" (the first loss is not that of one device), or one of BenchRow's.
     planned_…: what a dry run foretells. sending: the share of a step that each kind of communication takes,
     of one rank.
     """

@@ -162,6 +162,24 @@ def test_an_unknown_name_is_one_line(tmp_path: Path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("factor", "status"), [(1 + 1e-6, "ok"), (1 + 1e-4, "wrong")])
+def test_another_first_loss_is_wrong(tmp_path: Path, monkeypatch, factor: float, status: str):
+    """Guards: a row of a loss that its table says is that of one device, and is not."""
+
+    class Scaled(FakeProcesses):
+        def run(self, words: list[str], seconds: float) -> str | None:
+            failed, path = super().run(words, seconds), parse_recipe(words[1:]).run_folder / METRICS
+            if self.n > 1:
+                path.write_text(path.read_text().replace('"loss": 7.0', f'"loss": {7 * factor}'))
+            return failed
+
+    monkeypatch.setattr(context, "Processes", Scaled)
+    results = context.bench_context("demo", ["ours"], [512], **OPTIONS, save_to=tmp_path / "context.json")
+    assert [row.status for row in results.rows] == ["ok", "ok", "ok", status, "ok"]
+    said = "wrong: the loss is 7.00070, that of one device 7.00000"
+    assert (f"| {said} |" in results.table()) == (status == "wrong")
+
+
 def test_a_trace_that_cannot_be_read_leaves_no_folder(tmp_path: Path, monkeypatch):
     """Guards: a run's folder beside a row that `--append` does not measure again."""
 
