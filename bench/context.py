@@ -24,7 +24,7 @@ import torch
 
 from lingpt.bench.context_results import Results, Row
 from lingpt.bench.processes import Processes
-from lingpt.bench.results import Session, Skipped
+from lingpt.bench.results import BenchResults, Session, Skipped
 from lingpt.bench.trace import draw_trace, read_trace
 from lingpt.common.run_folder import PROFILE, read_metrics
 from lingpt.models import ModelArgs
@@ -116,46 +116,52 @@ def _measure(
 ) -> None:
     """Plans the row, trains it and reads what came of it."""
     row.steps = 1 if row.kind == "first" else steps
+    seconds = _plan(row, everywhere, out)
+    left = session.deadline - time.perf_counter()
+    if (row.steps + OUTSIDE) * seconds > left:
+        row.steps = 1
+    if (row.steps + OUTSIDE) * seconds > left:
+        raise Skipped(f"a step takes {seconds:.0f} s by the plan, and {left:.0f} s of the budget are left")
+    words = _words(row, everywhere, out)
+    run = parse_recipe(words).run_folder
+    try:
+        failed = processes.run(["train", *words], left)
+        if failed:
+            row.status, row.reason = "oom" if "out of memory" in failed else "error", failed
+        else:
+            _read(row, run, out)
+    except TimeoutError:
+        why = f"stopped after {left:.0f} s, the rest of the budget"
+        if len(_steps(run)) < row.steps:
+            raise Skipped(why) from None
+        row.reason = f"{why}: its steps are whole"
+        _read(row, run, out)
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
+    _check_first_loss(row, session.results)
+
+
+def _plan(row: Row, everywhere: Sequence[str], out: Path) -> float:
+    """Fills in what a dry run foretells, and OFFLOAD if the row does not fit without it; returns the seconds
+    of a step."""
     recipe = parse_recipe(_words(row, everywhere, out))
     gpt, machine, _ = check_recipe(recipe)
     if machine.accelerator == "cuda" and not fits_here(machine, gpt, recipe):
         row.options = OFFLOAD
         recipe = parse_recipe(_words(row, everywhere, out))
         gpt, machine, _ = check_recipe(recipe)
-    plan, left = estimate(recipe, machine, gpt), session.deadline - time.perf_counter()
+    plan = estimate(recipe, machine, gpt)
     row.planned_tokens_per_second = plan.tokens_per_second / row.devices
     row.planned_memory, row.planned_sending = plan.memory, plan.sending
-    seconds = recipe.tokens_per_step / plan.tokens_per_second
-    if (row.steps + OUTSIDE) * seconds > left:
-        row.steps = 1
-    if (row.steps + OUTSIDE) * seconds > left:
-        raise Skipped(f"a step takes {seconds:.0f} s by the plan, and {left:.0f} s of the budget are left")
-    try:
-        _train(row, processes, ["train", *_words(row, everywhere, out)], left, recipe.run_folder, out)
-    finally:
-        shutil.rmtree(recipe.run_folder, ignore_errors=True)
-    one = session.results.row(row.model, "first", row.attention, row.seq_len, 1)
+    return recipe.tokens_per_step / plan.tokens_per_second
+
+
+def _check_first_loss(row: Row, results: BenchResults[Row]) -> None:
+    one = results.row(row.model, "first", row.attention, row.seq_len, 1)
     if row.kind == "first" and row.losses and one and one.losses:
         own, expected = row.losses[0], one.losses[0]
         if not math.isclose(own, expected, rel_tol=LOSS_TOLERANCE):
             row.status, row.reason = "wrong", f"the loss is {own:.5f}, that of one device {expected:.5f}"
-
-
-def _train(
-    row: Row, processes: Processes, words: Sequence[str], seconds: float, run: Path, out: Path
-) -> None:
-    """Runs `lingpt <words>`, whose folder is `run`, and reads what came of it."""
-    try:
-        failed = processes.run(words, seconds)
-    except TimeoutError:
-        failed, why = None, f"stopped after {seconds:.0f} s, the rest of the budget"
-        if len(_steps(run)) < row.steps:
-            raise Skipped(why) from None
-        row.reason = f"{why}: its steps are whole"
-    if failed:
-        row.status, row.reason = "oom" if "out of memory" in failed else "error", failed
-    else:
-        _read(row, run, out)
 
 
 def _words(row: Row, everywhere: Sequence[str], out: Path) -> list[str]:
