@@ -25,7 +25,7 @@ def run(options: Options) -> None:
     import torch
 
     from lingpt.bench.kernels.implementations import FORMS
-    from lingpt.bench.kernels.results import Results
+    from lingpt.bench.kernels.results import FormResults, Results
     from lingpt.bench.kernels.runner import run_bench
     from lingpt.bench.kernels.shapes import FORM_SHAPES, TINY_FORM_SHAPES
 
@@ -40,4 +40,4 @@ def run(options: Options) -> None:
             **given,
         )
 
-    measure_or_redraw(options, Results, bench)
+    measure_or_redraw(options, FormResults, bench)

@@ -187,6 +187,12 @@ class Results(BenchResults[Row]):
         return save_figures(figures, folder)
 
 
+class FormResults(Results):
+    """Those of `lingpt bench forms`."""
+
+    COMMAND = "lingpt bench forms"
+
+
 def _pair(values: Sequence[float | None], format: str) -> str:
     return " / ".join(number(value, format) for value in values) if any(values) else "–"
 

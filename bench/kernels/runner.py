@@ -34,7 +34,6 @@ def run_bench(
     sweeps: dict[str, tuple[Shape, ...]] | None = None,
     save_to: Path | None = None,
     append: bool = False,
-    progress: bool = True,
 ) -> Results:
     """Measures `implementations` (names; default: DEFAULT_IMPLEMENTATIONS) on the sweeps named in `only`
     (default: all).
@@ -59,7 +58,7 @@ def run_bench(
     results = Results.begin(device, name, save_to, append)
     schedule = _schedule(shapes, selected, training, results)
     clock, session = Clock(device), Session(results, device, budget, save_to)
-    timings = tqdm(schedule, desc="bench", unit="timing", disable=None if progress else True)
+    timings = tqdm(schedule, desc="bench", unit="timing", disable=None)
     for n, shape, implementation in timings:
         timings.set_postfix_str(f"{implementation.name} {shape} round {n}")
         if n == 1:

@@ -39,7 +39,7 @@ from lingpt.tests.oracles import simple_gla
 
 CPU = torch.device("cpu")
 ON_CPU = ("ours-chunkwise", "torch-cumsum", "spec-dec-la", "sdpa-math")
-ON_A_CPU = {"device": "cpu", "dtype": torch.float32, "progress": False}
+ON_A_CPU = {"device": "cpu", "dtype": torch.float32}
 ENVIRONMENT = {
     "card": "a made-up card", "precision": "bfloat16", "versions": {"torch": "2"}, "source_hash": "0",
     "date": "2026-01-01",
@@ -479,7 +479,7 @@ def test_compiling_beforehand_keeps_no_choice(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_an_unknown_name_suggests_the_known(names: dict, line: str) -> None:
-    for command in (lambda: run_bench(**names, device="cpu", progress=False), lambda: warm_up(**names)):
+    for command in (lambda: run_bench(**names, device="cpu"), lambda: warm_up(**names)):
         with pytest.raises(UserError, match=line):
             command()
 
@@ -787,6 +787,8 @@ def test_the_forms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     ran = {row["implementation"] for row in rows if row["status"] == "ok"}
     assert {"form-quadratic", "form-blocks", "form-recurrent", "form-states", "form-chunks-64"} <= ran
     assert (tmp_path / "forms.png").exists()
+    assert main(["bench", "forms", "--redraw", "--out", str(tmp_path / "none")]) == 2
+    assert "run `lingpt bench forms` first" in capsys.readouterr().err
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
