@@ -66,7 +66,10 @@ class Config(Architecture):
                 widths.add(ATTENTIONS[name].v_width(self))
         if len(widths) > 1:
             each = " and ".join(map(str, sorted(widths)))
-            raise UserError(f"value_residual needs a v of the same width in all layers, not of {each}")
+            raise UserError(
+                f"value_residual needs a v of the same width in all layers, not of {each}: leave it out, or "
+                f"give n_query_groups and head_size whose product is n_embd={self.n_embd}, gla's width"
+            )
         self.shared_values_width = max(widths, default=None)
         gates = given.get("output_gate") or given.get("softmax_gate") or "gla" in layers
         if given.get("gate_activation", "silu") != "silu" and not gates:

@@ -21,7 +21,11 @@ def hybrid_layers(attention: str, n_layer: int, every: int) -> list[str]:
     """The attention of each layer: the middle one of each `every` is softmax, as in Jamba (arXiv 2403.19887),
     whose attn_layer_period and attn_layer_offset are 8 and 4. UserError if that is not a hybrid.
     """
-    if attention == SOFTMAX or every < 2 or every // 2 >= n_layer:
+    if attention == SOFTMAX:
+        raise UserError(
+            f"{SOFTMAX_EVERY}={every} is for a linear attention, and {SOFTMAX} is none: leave it out"
+        )
+    if every < 2 or every // 2 >= n_layer:
         raise UserError(
             f"{SOFTMAX_EVERY}={every} makes no hybrid of {attention} in {n_layer} layers: every second layer "
             f"is the most, one in {2 * n_layer - 1} the least"

@@ -79,7 +79,7 @@ def test_config_survives_json():
         ),
         ({"attention": "ours+softmax_every=1"}, "every second layer is the most, one in 7 the least"),
         ({"attention": "ours+softmax_every"}, "softmax_every is true; it must be a whole number"),
-        ({"attention": "softmax+softmax_every=2"}, "makes no hybrid of softmax"),
+        ({"attention": "softmax-best+softmax_every=2"}, "a linear attention, and softmax is none: leave"),
         ({"attention": ["ours", "softmax", "hybrid", "ours"]}, "softmax_every is of all layers"),
         ({"attention": "ours+sdpa=flash"}, "'sdpa' is not an option of ours"),
         ({"attention": "hybrid+softmax_wnidow=4"}, "did you mean 'softmax_window'"),
@@ -125,7 +125,7 @@ def test_config_survives_json():
         ({"attention": "unified+value_residual"}, "'value_residual' is not an option of unified"),
         (
             {"attention": ["ours", "gla"] * 2, "n_query_groups": 1, "value_residual": True},
-            "value_residual needs a v of the same width in all layers, not of 64 and 128",
+            "the same width in all layers, not of 64 and 128: leave it out, or .* n_embd=128, gla's width",
         ),
     ],
 )
