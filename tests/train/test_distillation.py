@@ -16,6 +16,7 @@ from lingpt.models import GPT, ModelArgs
 from lingpt.train import train
 from lingpt.train.distillation import AttentionTransferLoss, LogitsLoss, divergence_and_gradient
 from lingpt.train.loss import NextTokenLoss
+from lingpt.train.runs.replay import replay
 
 
 def tiny(attention, seed=0):
@@ -98,6 +99,14 @@ def test_a_validation_is_of_the_next_token(kind, batch):
     model, teacher = tiny("ours", seed=1), tiny("softmax")
     with torch.no_grad():
         assert kind(model, teacher)(batch) == NextTokenLoss(model)(batch)
+
+
+def test_a_replay_says_that_the_run_had_a_teacher(make_recipe):
+    """Guards: the loss of the next token beside that of imitation, as if both were the same."""
+    teacher = train(make_recipe(name="teacher", max_steps=1))
+    student = train(make_recipe(name="student", max_steps=2, save_interval=1, teacher=str(teacher)))
+    said = f"not as it was trained: to imitate {teacher} then, the loss of the next token now"
+    assert said in replay(student, 2, device="cpu").splitlines()
 
 
 @pytest.mark.slow

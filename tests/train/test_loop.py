@@ -339,8 +339,12 @@ def test_a_step_that_was_not_trained_is_not_replayed(make_recipe):
     assert "step 4, with the weights of step-00000003" in replay(folder, 4, device="cpu")
 
 
-def test_replay_gives_the_loss_and_the_norm_of_training(make_recipe):
-    folder = train(make_recipe(save_interval=4, grad_clip=1e-9))
+@pytest.mark.parametrize("segments", [1, 4])
+def test_replay_gives_the_loss_and_the_norm_of_training(make_recipe, segments):
+    """Guards: whole sequences for a run in segments, whose softmax layers see less."""
+    recipe = make_recipe(save_interval=4, grad_clip=1e-9, segments=segments)
+    recipe.model.attention = ["ours", "softmax"]
+    folder = train(recipe)
     line = next(line for line in read_metrics(folder) if line["step"] == 5)
     text = replay(folder, 5, device="cpu")
     loss, norm = (float(text.split(f"{name} ")[1].split()[0]) for name in ("loss", "gradient norm"))

@@ -30,6 +30,7 @@ from lingpt.train.config import recipe_from_dict
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.model import attention_kernels
 from lingpt.train.runs.checkpoint import load_manifest
+from lingpt.train.step import segment_losses
 
 TEXT_TOKENS = 64  # tokens shown of each sample
 
@@ -62,16 +63,18 @@ def replay(
     gpt = load_model(checkpoint, device=where, dtype=torch.float32).eval()
     any_kernel = Config.from_dict(gpt.config.to_dict() | {"sdpa": "auto", "backend": "auto"})
     kernels = attention_kernels(any_kernel, where, "32-true")
-    otherwise = _not_as_trained(run, step, checkpoint, kernels, where)
+    otherwise = _not_as_trained(run, step, checkpoint, kernels, where, recipe.train.teacher)
     batches = BatchSampler(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
     model, targets = NextTokenLoss(gpt, z_loss=recipe.train.z_loss), batches.num_targets(step - 1)
     total, losses = 0.0, list[float]()
     blocks = batches.indices(step - 1)
     for block in blocks:
-        loss = model(dataset.train.gather([block]).to(where))
-        (loss / targets).backward()
-        total += loss.item()
-        losses.append(loss.item() / max(1, dataset.train.num_targets([block])))
+        batch, loss = dataset.train.gather([block]).to(where), 0.0
+        for part in segment_losses(model, gpt, batch, recipe.train.segments):
+            (part / targets).backward()
+            loss += part.item()
+        total += loss
+        losses.append(loss / max(1, dataset.train.num_targets([block])))
     norm = torch.nn.utils.get_total_norm([p.grad for p in gpt.parameters() if p.grad is not None]).item()
     worst = sorted(range(len(losses)), key=lambda i: -losses[i] if losses[i] == losses[i] else -torch.inf)
     lines = [
@@ -102,13 +105,20 @@ def _checkpoint_before(run: Path, step: int) -> Path:
 
 
 def _not_as_trained(
-    run: Path, step: int, checkpoint: Path, kernels: dict[str, str], device: torch.device
+    run: Path,
+    step: int,
+    checkpoint: Path,
+    kernels: dict[str, str],
+    device: torch.device,
+    teacher: str | None,
 ) -> list[str]:
     """A line on why the numbers may differ from those in training; none if they do not."""
     why = []
     skipped = {line["step"] for line in read_metrics(run) if line.get("skipped")}
     if between := set(range((checkpoint_step(checkpoint) or 0) + 1, step)) - skipped:
         why.append(f"{counted(len(between), 'step')} of training between these weights and those that it met")
+    if teacher is not None:  # it may be gone, and this loss says more about a text
+        why.append(f"to imitate {teacher} then, the loss of the next token now")
     here = _made_on({"name": device_name(device), "precision": "32-true"}, kernels)
     try:
         record = read_json_object(run / ENVIRONMENT)
