@@ -66,11 +66,6 @@ class AttentionTransferLoss(_TeacherLoss):
 
     def __init__(self, gpt: GPT, teacher: GPT, compiled: bool = False) -> None:
         super().__init__(gpt, teacher, compiled)
-        if gpt.config.shared_values_width is not None:
-            raise UserError(
-                "train.imitate attention trains attentions alone, and value_residual has a part outside of "
-                "them: imitate blocks, or logits"
-            )
         pairs = zip(gpt.blocks, teacher.blocks, strict=True)
         self.transferred = [
             i for i, (own, other) in enumerate(pairs) if type(own.attn) is not type(other.attn)

@@ -53,6 +53,12 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
         )
     if recipe.train.teacher is not None and machine.strategy == "fsdp":
         raise UserError("train.teacher needs whole models, which fsdp splits: use --train.strategy ddp")
+    fits_attentions = recipe.train.teacher is not None and recipe.train.imitate == "attention"
+    if fits_attentions and gpt.config.shared_values_width is not None:
+        raise UserError(
+            "train.imitate attention trains attentions alone, and value_residual has a part outside of them: "
+            "imitate blocks, or logits"
+        )
     if not recipe.train.dry_run:
         check_machine(machine, gpt, recipe)
         check_init_from(recipe, gpt.config)

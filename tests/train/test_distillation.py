@@ -17,6 +17,7 @@ from lingpt.train import train
 from lingpt.train.distillation import AttentionTransferLoss, LogitsLoss, divergence_and_gradient
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.runs.replay import replay
+from lingpt.train.start import check_recipe
 
 
 def tiny(attention, seed=0):
@@ -89,9 +90,15 @@ def test_an_attention_is_fitted_to_the_teachers_inputs_and_outputs(batch):
     }
     with pytest.raises(UserError, match="its teacher's attention in every layer"):
         AttentionTransferLoss(tiny("softmax"), teacher)
-    with pytest.raises(UserError, match="value_residual has a part outside of them"):
-        AttentionTransferLoss(tiny("ours+value_residual"), teacher)
     assert 0 < AttentionTransferLoss(model, tiny("softmax+value_residual"))(batch) < math.inf
+
+
+def test_shared_values_are_no_part_of_an_attention(make_recipe, tmp_path):
+    """Guards: the error only after the text was tokenised and the softmax layers were placed."""
+    recipe = make_recipe(teacher=str(tmp_path), imitate="attention")
+    recipe.model.value_residual = True
+    with pytest.raises(UserError, match="value_residual has a part outside of them: imitate blocks"):
+        check_recipe(recipe)
 
 
 @pytest.mark.parametrize("kind", [AttentionTransferLoss, LogitsLoss])
