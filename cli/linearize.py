@@ -68,9 +68,12 @@ def _student_options(config: Path, given: Set[str]) -> list[str]:
     rate = values["train.learning_rate"]
     values |= {"train.learning_rate": rate / 2, "train.min_learning_rate": 0.0}
     values["train.attention_learning_rate"] = None if "--train.learning_rate" in given else 2 * rate
+    if (muon := values.get("train.muon_learning_rate")) is not None:
+        values["train.muon_learning_rate"] = muon / 2
     values |= {"train.max_steps": None, "train.max_tokens": tokens // TOKENS_DIVISOR}
     others = {f"model.{name}" for name in ("attention", *attention_options())}
     others |= {f"train.{name}" for name in ("name", "resume", "init_from", "teacher", "imitate")}
+    others |= {f"train.{name}" for name in ("z_loss", "segments", "context_parallel")}  # not with a teacher
     others |= {option.removeprefix("--") for option in LENGTH if LENGTH & given}
     return [
         f"--{key}={as_word(value)}"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lingpt.cli.linearize import parse
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_yaml
@@ -106,6 +107,18 @@ def test_a_validation_is_of_the_next_token(kind, batch):
     model, teacher = tiny("ours", seed=1), tiny("softmax")
     with torch.no_grad():
         assert kind(model, teacher)(batch) == NextTokenLoss(model)(batch)
+
+
+def test_a_student_takes_no_option_of_its_teacher_that_it_cannot_have(make_recipe):
+    """Guards: "leave it out" for an option that only the teacher's run was given; and Muon's whole rate."""
+    muon = {"optimizer": "muon", "muon_learning_rate": 4e-3}
+    teacher = train(make_recipe(max_steps=1, z_loss=1e-4, segments=2, **muon))
+    config = teacher / "config.yaml"
+    config.write_text(config.read_text().replace("context_parallel: 1", "context_parallel: 2"))
+    (student,) = parse([str(teacher), "--model.attention=ours-gated"])
+    t = student.train
+    assert (t.z_loss, t.segments, t.context_parallel) == (0.0, 1, 1)
+    assert (t.optimizer, t.muon_learning_rate, t.learning_rate) == ("muon", 2e-3, 5e-4)
 
 
 def test_a_replay_says_that_the_run_had_a_teacher(make_recipe):
