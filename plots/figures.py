@@ -14,6 +14,7 @@ from lingpt.common.files import replacing, write_errors
 STYLE: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "lingpt"}
 FORMATS = ("png", "pdf")  # of every published figure: for pages and for papers; an SVG is many times larger
 KNOWN_FORMATS = ("eps", "jpeg", "jpg", "pdf", "png", "ps", "svg", "svgz", "tif", "tiff", "webp")
+PANEL = 2.5  # least inches of a panel beside a legend, with its labels
 UNDATED = {"svg": {"Date": None}, "svgz": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
@@ -34,11 +35,15 @@ def style_axes(axes: Any) -> None:
 
 
 def legend_beside(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> Any:
-    """Adds a legend to the right of the panels, with lines long enough to show dashes beside the marker."""
+    """Adds a legend to the right of the panels, with lines long enough to show dashes beside the marker; the
+    figure gets wider if long names would leave a panel less than PANEL."""
     style: dict[str, Any] = {"frameon": False, "fontsize": 8, "handlelength": 4}
     legend = figure.legend(handles, labels, loc="outside right upper", **style)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a $ in a name begins no formula
+    columns = figure.axes[0].get_gridspec().ncols
+    least = legend.get_window_extent().width / figure.dpi + columns * PANEL
+    figure.set_figwidth(max(figure.get_figwidth(), least))
     return legend
 
 

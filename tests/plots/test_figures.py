@@ -3,7 +3,7 @@
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.plots.figures import KNOWN_FORMATS, figure_paths, save_figure
+from lingpt.plots.figures import KNOWN_FORMATS, figure_paths, legend_beside, new_figure, save_figure
 
 
 def figure():
@@ -42,3 +42,16 @@ def test_a_format_that_is_none(tmp_path):
     with pytest.raises(UserError, match=r"cannot draw a \.xyz: end it in one of .*\.png"):
         save_figure(figure(), tmp_path / "a.xyz")
     assert not list(tmp_path.iterdir())
+
+
+def test_long_names_beside_the_panels_leave_them_their_room():
+    """Guards: panels of no width beside `gla+short_conv+…+value_residual`. Short names change no figure."""
+    for name, width in (("softmax", 8), ("gla+short_conv+gla_expand_k=1+input_gate+" * 3, 13)):
+        drawn = new_figure(8, 3)
+        panels = drawn.subplots(1, 2)
+        for panel in panels:
+            panel.plot([1, 2], label=name)
+        legend_beside(drawn, *panels[0].get_legend_handles_labels())
+        drawn.draw_without_rendering()
+        assert all(panel.get_window_extent().width > 1.5 * drawn.dpi for panel in panels)
+        assert width <= drawn.get_figwidth() < width + 2
