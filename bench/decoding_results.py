@@ -37,9 +37,8 @@ class DecodeRow(BenchRow):
     draw_ms: float | None = None  # of sampling alone
     tokens: int = 0  # number of timed tokens
     state_bytes: int | None = None  # of the decoding state of one sequence
-    peak_memory: int | None = (
-        None  # bytes on the card: weights, states, temporary memory; of transformers its prompt's
-    )
+    # Bytes on the card: weights, states and temporary memory of a step; of transformers also of its prompt.
+    peak_memory: int | None = None
 
     @property
     def step(self) -> str:
