@@ -47,11 +47,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     `lm_head`."""
     groups = parameter_groups(model, config.weight_decay)
     fused = all(p.is_cuda for group in groups for p in group["params"])
-    matrices: list[torch.Tensor] = []
-    if config.optimizer == "muon":
-        layers = (m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head")
-        matrices = [layer.weight for layer in layers]
-        groups[0]["params"] = [p for p in groups[0]["params"] if all(p is not matrix for matrix in matrices)]
+    matrices = muon_matrices(model) if config.optimizer == "muon" else []
+    by_muon = set(map(id, matrices))
+    groups[0]["params"] = [p for p in groups[0]["params"] if id(p) not in by_muon]
     if config.attention_learning_rate is not None:
         linear = {
             id(p)
@@ -73,6 +71,12 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     muon = torch.optim.Muon(matrices, rate, config.weight_decay, adjust_lr_fn="match_rms_adamw")
     muon.param_groups[0]["lr_ratio"] = rate / config.learning_rate
     return MuonAndAdamW(muon, adamw)
+
+
+def muon_matrices(model: nn.Module) -> list[torch.Tensor]:
+    """What Muon trains: the weights of linear layers but the head, those of them that are trained."""
+    layers = (m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head")
+    return [layer.weight for layer in layers if layer.weight.requires_grad]
 
 
 class MuonAndAdamW(torch.optim.Optimizer):

@@ -15,6 +15,7 @@ from lingpt.train.config import Recipe
 from lingpt.train.loss import rows_per_chunk
 from lingpt.train.planning.machine import Machine
 from lingpt.train.planning.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, run_flops
+from lingpt.train.step import muon_matrices
 
 _MAX_CPU_DAYS = 7.0
 
@@ -32,7 +33,7 @@ def memory_needed(
     over: number of devices that the model is sharded over. gathers_once: as in `Machine`.
     """
     size = micro_batch_size or recipe.train.micro_batch_size
-    return memory_estimate(
+    need = memory_estimate(
         gpt,
         size,
         recipe.piece_len,
@@ -45,6 +46,16 @@ def memory_needed(
         gathers_once=gathers_once,
         context_parallel=recipe.train.context_parallel,
     )
+    del need["total"]
+    n = gpt.num_parameters()
+    need["optimizer"] = need["optimizer"] * moments(gpt, recipe) // (2 * n)  # of AdamW's, by the estimate
+    return need | {"total": sum(need.values())}
+
+
+def moments(gpt: GPT, recipe: Recipe) -> int:
+    """Numbers that the optimizer keeps: two per weight by AdamW, one by Muon."""
+    matrices = muon_matrices(gpt) if recipe.train.optimizer == "muon" else []
+    return 2 * gpt.num_parameters() - sum(matrix.numel() for matrix in matrices)
 
 
 def memory_here(machine: Machine, gpt: GPT, recipe: Recipe, precision: str | None = None) -> dict[str, int]:

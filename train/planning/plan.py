@@ -16,10 +16,12 @@ from lingpt.train.planning.memory_fit import (
     memory_here,
     memory_needed,
     micro_batch_sizes,
+    moments,
     too_small_message,
 )
 from lingpt.train.planning.throughput import DEVICES, STATED_MFU, Device, measured_flops, run_flops
 from lingpt.train.runs.checkpoint_writer import pinned_bytes
+from lingpt.train.step import muon_matrices
 
 # Bytes/s that a device receives, and seconds until a collective starts: within a host, and beyond.
 NVLINK, NETWORK = (300e9, 30e-6), (40e9, 60e-6)
@@ -63,7 +65,7 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
     need = memory_here(machine, gpt, recipe, precision)
     parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in need.items() if name != "total")
     weight = 2 if precision == "bf16-true" else 4  # bytes
-    checkpoint = gpt.num_parameters() * weight * 3  # AdamW has two moments
+    checkpoint = (gpt.num_parameters() + moments(gpt, recipe)) * weight
     most = checkpoint * (t.keep_checkpoints + t.keep_best + (t.schedule == "wsd") + 1)
     saved = "nothing is saved"
     if t.keep_checkpoints:
@@ -72,7 +74,7 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
     cache = cache_size(data.source, gpt.config.padded_vocab_size)
     tokens_here = t.micro_batch_size * recipe.piece_len
     inputs = scaled(tokens_here * gpt.config.n_layer * gpt.config.n_embd * weight, "B")
-    pinned = scaled(_pinned(gpt, precision, machine) if t.keep_checkpoints else 0, "B")
+    pinned = scaled(_pinned(gpt, recipe, precision, machine) if t.keep_checkpoints else 0, "B")
     accumulated = t.global_batch_size // (t.micro_batch_size * recipe.data_parallel(world_size))
     return {
         "model": f"{gpt.num_parameters():,} parameters; {scaled(gpt.flops_per_token(data.seq_len), 'FLOP')} "
@@ -151,10 +153,14 @@ def _context(recipe: Recipe, gpt: GPT) -> str:
     )
 
 
-def _pinned(gpt: GPT, precision: str, machine: Machine) -> int:
-    """Bytes of pinned memory for weights and AdamW's two moments, in each process that writes checkpoints."""
-    weights = [p.to(torch.bfloat16) if precision == "bf16-true" else p for p in gpt.parameters()]
-    return 3 * pinned_bytes(weights) // machine.sharded_over
+def _pinned(gpt: GPT, recipe: Recipe, precision: str, machine: Machine) -> int:
+    """Bytes of pinned memory for weights and moments, in each process that writes checkpoints."""
+    matrices = muon_matrices(gpt) if recipe.train.optimizer == "muon" else []
+    all_bytes, muons = (
+        pinned_bytes(p.to(torch.bfloat16) if precision == "bf16-true" else p for p in tensors)
+        for tensors in (gpt.parameters(), matrices)
+    )
+    return (3 * all_bytes - muons) // machine.sharded_over
 
 
 def _speed(machine: Machine) -> tuple[float, str]:

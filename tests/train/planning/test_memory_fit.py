@@ -92,6 +92,22 @@ def test_a_dry_run_says_how_many_cards_a_large_model_takes():
     assert re.search(r"disk +142 GB a checkpoint, 426 GB at most", plan), "and not 1.4e+02 GB"
 
 
+def test_muon_keeps_one_number_for_each_weight_of_its_matrices():
+    """Guards: two, as AdamW's, in the memory, on disk and on the host: runs that fit were refused."""
+    machine, recipe = a_run(80e9, 1)
+    gpt, found = GPT.on_meta(recipe.model.config()), []
+    matrices = sum(p.numel() for name, p in gpt.named_parameters() if ".h." in name and p.dim() == 2)
+    for recipe.train.optimizer in ("adamw", "muon"):
+        need = memory_needed(gpt, recipe, "bf16-mixed")
+        assert need["total"] == sum(size for use, size in need.items() if use != "total")
+        plan = format_plan(recipe, machine, gpt)
+        on_disk = 4 * gpt.num_parameters() + need["optimizer"]
+        assert f"{scaled(on_disk, 'B')} a checkpoint" in plan
+        found.append((need["optimizer"], re.search(r"host +(\S+) GB of pinned", plan)[1]))
+    (adamw, on_host), (muon, less_on_host) = found
+    assert adamw - muon == 4 * matrices and float(less_on_host) < 0.75 * float(on_host)
+
+
 def test_where_the_estimate_fits_something_else_may_use_the_card():
     """Then the next smaller micro-batch is the advice, all the same."""
     machine, recipe = a_run(141e9, 4)
