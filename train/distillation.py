@@ -16,6 +16,7 @@ from torch import nn
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import find_model_folder
 from lingpt.data import Batch
+from lingpt.data.packing import NO_TARGET
 from lingpt.models import GPT, load_model
 from lingpt.train.compilation import compile_blocks, compile_options
 from lingpt.train.config import Recipe
@@ -59,8 +60,16 @@ class _TeacherLoss(nn.Module):
         return self._teacher[0]
 
 
+def where_targets(batch: torch.Tensor | Batch, x_BNC: torch.Tensor) -> torch.Tensor:
+    """x at the tokens that have a target, as in the loss of the next token, and 0 at the others of a packed
+    batch, where student and teacher then agree."""
+    if isinstance(batch, torch.Tensor):
+        return x_BNC
+    return x_BNC.masked_fill((batch.targets == NO_TARGET)[..., None], 0)
+
+
 class AttentionTransferLoss(_TeacherLoss):
-    """A batch → the sum over its tokens of the squared error of an attention's output, relative to the mean
+    """A batch → the sum over its targets of the squared error of an attention's output, relative to the mean
     square of the teacher's; the mean over the layers whose attention is another one. Only those are
     trained."""
 
@@ -83,19 +92,22 @@ class AttentionTransferLoss(_TeacherLoss):
     def forward(self, batch: torch.Tensor | Batch) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return self.next_token(batch)
-        idx_BN, _, cu_seqlens = inputs_and_targets(batch)
+        idx_BN, targets_BN, cu_seqlens = inputs_and_targets(batch)
         self._calls.clear()
         with torch.no_grad():
             self.teacher.hidden(idx_BN, cu_seqlens=cu_seqlens)
         errors = []
         for i, (args, wanted_BNC) in zip(self.transferred, self._calls, strict=True):
-            found_BNC, wanted_BNC = self.gpt.blocks[i].attn(*args).float(), wanted_BNC.float()
-            errors.append(F.mse_loss(found_BNC, wanted_BNC) / wanted_BNC.square().mean())
-        return torch.stack(errors).mean() * idx_BN.numel()
+            found_BNC = where_targets(batch, self.gpt.blocks[i].attn(*args).float())
+            wanted_BNC = where_targets(batch, wanted_BNC.float())
+            # No target at all, as in a batch of prompts: nothing to learn, and not NaN.
+            size = wanted_BNC.square().mean().clamp_min(torch.finfo(torch.float32).tiny)
+            errors.append(F.mse_loss(found_BNC, wanted_BNC) / size)
+        return torch.stack(errors).mean() * (targets_BN != NO_TARGET).sum()
 
 
 class LogitsLoss(_TeacherLoss):
-    """A batch → the sum over its tokens of KL(teacher ‖ model) of the next token's distribution, nats.
+    """A batch → the sum over its targets of KL(teacher ‖ model) of the next token's distribution, nats.
 
     blocks: plus the mean squared error of each block's output, normalised to zero mean and unit variance; its
     mean over the blocks times BLOCKS_WEIGHT, falling to 0 with `progress`, the part of the run that is done.
@@ -118,6 +130,7 @@ class LogitsLoss(_TeacherLoss):
         with torch.no_grad():
             theirs_BNC = self.teacher.hidden(idx_BN, cu_seqlens=cu_seqlens, outputs=wanted)
         hidden_BNC = self.gpt.hidden(idx_BN, cu_seqlens=cu_seqlens, outputs=own)
+        hidden_BNC, theirs_BNC = (where_targets(batch, x) for x in (hidden_BNC, theirs_BNC))
 
         def chunk_loss(logits_RV: torch.Tensor, theirs_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             weight_VC = self.teacher.lm_head.weight.to(logits_RV.dtype)
@@ -126,11 +139,11 @@ class LogitsLoss(_TeacherLoss):
         loss = cross_entropy_sum(hidden_BNC, self.gpt.lm_head.weight, theirs_BNC, chunk_loss=chunk_loss)
         if own is None or wanted is None:
             return loss
-        shape = hidden_BNC.shape[-1:]
-        errors = [
-            F.mse_loss(F.layer_norm(x.float(), shape), F.layer_norm(y.float(), shape))
-            for x, y in zip(own, wanted, strict=True)
-        ]
+
+        def normalised(x_BNC: torch.Tensor) -> torch.Tensor:
+            return F.layer_norm(where_targets(batch, x_BNC).float(), x_BNC.shape[-1:])
+
+        errors = [F.mse_loss(normalised(x), normalised(y)) for x, y in zip(own, wanted, strict=True)]
         weight = BLOCKS_WEIGHT * (1 - self.progress)
         return loss + weight * torch.stack(errors).mean() * idx_BN.numel()
 

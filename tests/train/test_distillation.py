@@ -13,6 +13,7 @@ from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import read_metrics
+from lingpt.data import Batch
 from lingpt.models import GPT, ModelArgs
 from lingpt.train import train
 from lingpt.train.distillation import AttentionTransferLoss, LogitsLoss, divergence_and_gradient
@@ -92,6 +93,31 @@ def test_an_attention_is_fitted_to_the_teachers_inputs_and_outputs(batch):
     with pytest.raises(UserError, match="its teacher's attention in every layer"):
         AttentionTransferLoss(tiny("softmax"), teacher)
     assert 0 < AttentionTransferLoss(model, tiny("softmax+value_residual"))(batch) < math.inf
+
+
+@pytest.mark.parametrize("kind", ["attention", "blocks", "logits"])
+def test_what_has_no_target_does_not_count(kind, batch):
+    """Packed rows that end in padding, and a prompt alone: the loss and gradient of their targets.
+
+    Guards: losses summed over padding and prompts, and divided by the number of targets.
+    """
+    teacher, found = tiny("softmax").requires_grad_(False), []
+    idx, targets = batch[:, :-1].clone(), batch[:, 1:].clone()
+    idx[:, 12:], targets[:, 12:] = 0, -100
+    borders = torch.tensor([0, 12, 19, 31, 38], dtype=torch.int32)
+    for packed in (Batch(idx, targets, borders), batch[:, :13]):
+        model = tiny("ours", seed=1)
+        if kind == "attention":
+            loss = AttentionTransferLoss(model, teacher)(packed)
+        else:
+            loss = LogitsLoss(model, teacher, blocks=kind == "blocks")(packed)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        teacher = tiny("softmax").requires_grad_(False)  # without hooks
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    nothing = Batch(idx, torch.full_like(targets, -100), borders)
+    loss = AttentionTransferLoss(model, teacher) if kind == "attention" else LogitsLoss(model, teacher)
+    assert loss(nothing) == 0
 
 
 def test_shared_values_are_no_part_of_an_attention(make_recipe, tmp_path):
