@@ -32,7 +32,10 @@ def memory_needed(
 
     over: number of devices that the model is sharded over. gathers_once: as in `Machine`.
     """
-    size = micro_batch_size or recipe.train.micro_batch_size
+    t = recipe.train
+    size = micro_batch_size or t.micro_batch_size
+    # Segments accumulate, too; and DDP never frees its gradients, where each device has one piece.
+    accumulates = t.global_batch_size > size or t.segments > 1 or (t.context_parallel > 1 and over == 1)
     need = memory_estimate(
         gpt,
         size,
@@ -40,11 +43,11 @@ def memory_needed(
         precision,
         loss_chunk_tokens=rows_per_chunk(gpt.config.padded_vocab_size, gpt.config.n_embd),
         sharded_over=over,
-        activation_checkpointing=recipe.train.activation_checkpointing,
-        offload_activations=recipe.train.offload_activations,
-        accumulates=recipe.train.global_batch_size > size,
+        activation_checkpointing=t.activation_checkpointing,
+        offload_activations=t.offload_activations,
+        accumulates=accumulates,
         gathers_once=gathers_once,
-        context_parallel=recipe.train.context_parallel,
+        context_parallel=t.context_parallel,
     )
     del need["total"]
     n = gpt.num_parameters()

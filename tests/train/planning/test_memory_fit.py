@@ -108,6 +108,17 @@ def test_muon_keeps_one_number_for_each_weight_of_its_matrices():
     assert adamw - muon == 4 * matrices and float(less_on_host) < 0.75 * float(on_host)
 
 
+@pytest.mark.parametrize("options", [{"segments": 2}, {"context_parallel": 2}])
+def test_gradients_that_stay_are_counted(options):
+    """Guards: gradients that were said to be freed before the step's end: of the segments before, which are
+    added to, and of DDP, whose buckets hold them always."""
+    _, recipe = a_run(80e9, 1, **options)
+    recipe.model.attention = "ours"
+    gpt = GPT.on_meta(recipe.model.config())
+    for recipe.train.global_batch_size in (2, 1):
+        assert memory_needed(gpt, recipe, "bf16-mixed")["gradients"] == 4 * gpt.num_parameters()
+
+
 def test_where_the_estimate_fits_something_else_may_use_the_card():
     """Then the next smaller micro-batch is the advice, all the same."""
     machine, recipe = a_run(141e9, 4)
