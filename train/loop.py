@@ -34,7 +34,7 @@ from lingpt.train.distillation import LogitsLoss, training_loss
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.model import attention_kernels, fill_shards, make_model
 from lingpt.train.planning.machine import Machine
-from lingpt.train.planning.throughput import mfu
+from lingpt.train.planning.throughput import flops_per_token, mfu
 from lingpt.train.profile import COMMUNICATION, WAITING, Profiler, span
 from lingpt.train.runs import checkpoint
 from lingpt.train.runs.checkpoint_writer import MAX_FAILURES, CheckpointWriter
@@ -86,7 +86,7 @@ class Run:
         self.folder, self.lock, self.progress = recipe.run_folder, lock, Progress()
         parallel.seed(t.seed)
         self.gpt = make_model(recipe, config, parallel.device, resume_from, init_from, parallel.sharded)
-        self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len // t.segments)
+        self.flops_per_token = flops_per_token(self.gpt, recipe)
         self.loss = training_loss(recipe, self.gpt, compiles(recipe, parallel.device))
         self.model = parallel.wrap(self.loss)
         if parallel.sharded:

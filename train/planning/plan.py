@@ -19,7 +19,14 @@ from lingpt.train.planning.memory_fit import (
     moments,
     too_small_message,
 )
-from lingpt.train.planning.throughput import DEVICES, STATED_MFU, Device, measured_flops, run_flops
+from lingpt.train.planning.throughput import (
+    DEVICES,
+    STATED_MFU,
+    Device,
+    flops_per_token,
+    measured_flops,
+    run_flops,
+)
 from lingpt.train.runs.checkpoint_writer import pinned_bytes
 from lingpt.train.step import muon_matrices
 
@@ -77,7 +84,7 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
     pinned = scaled(_pinned(gpt, recipe, precision, machine) if t.keep_checkpoints else 0, "B")
     accumulated = t.global_batch_size // (t.micro_batch_size * recipe.data_parallel(world_size))
     return {
-        "model": f"{gpt.num_parameters():,} parameters; {scaled(gpt.flops_per_token(data.seq_len), 'FLOP')} "
+        "model": f"{gpt.num_parameters():,} parameters; {scaled(flops_per_token(gpt, recipe), 'FLOP')} "
         "per token (forward and backward)",
         "data": f"{data.source}, sequences of {data.seq_len:,} tokens, tokenizer "
         f"{data.tokenizer or 'of the embedded corpus'}; {availability(data)}",
@@ -128,7 +135,8 @@ def _micro_batch_seconds(recipe: Recipe, gpt: GPT, n: int, flops_per_second: flo
     passes = 3 if t.activation_checkpointing else 2
     sent = _sent(recipe, gpt, n) if n > 1 else 0
     waits = passes * ((n - 1) * sent / bandwidth + (n > 1) * gpt.config.n_layer * latency)
-    return t.micro_batch_size * tokens * gpt.flops_per_token(n * tokens) / flops_per_second, waits
+    per_token = gpt.flops_per_token(n * tokens // t.segments)
+    return t.micro_batch_size * tokens * per_token / flops_per_second, waits
 
 
 def _sent(recipe: Recipe, gpt: GPT, n: int) -> int:

@@ -87,9 +87,13 @@ def measured_flops(accelerator: str, precision: str) -> float:
 
 
 def run_flops(gpt: GPT, recipe: Recipe) -> float:
-    """FLOPs of the whole run, from the model's `flops_per_token`."""
-    per_token = gpt.flops_per_token(recipe.data.seq_len)
-    return float(per_token) * recipe.total_steps * recipe.tokens_per_step
+    """FLOPs of the whole run."""
+    return float(flops_per_token(gpt, recipe)) * recipe.total_steps * recipe.tokens_per_step
+
+
+def flops_per_token(gpt: GPT, recipe: Recipe) -> int:
+    """The model's at the length that a token attends to: the sequence's, or a segment's."""
+    return gpt.flops_per_token(recipe.data.seq_len // recipe.train.segments)
 
 
 def mfu(

@@ -47,3 +47,13 @@ def test_softmax_is_divided_evenly():
 
 def test_devices_beyond_a_sequences_train_others():
     assert foretold("ours", 2**16, n=2, devices=8)[:2] == foretold("ours", 2**16, n=2, devices=2)[:2]
+
+
+def test_softmax_layers_attend_within_a_segment():
+    """Guards: the plan's FLOPs were those of the whole sequence, and the MFU of training was not."""
+    hybrid = ["ours", "softmax"] * 12
+    whole, *_ = foretold(hybrid, 2**16, segments=16)
+    short, _, plan = foretold(hybrid, 2**12)
+    assert whole == short > foretold(hybrid, 2**16)[0]
+    model = next(line for line in plan.splitlines() if line.startswith("model "))
+    assert model in foretold(hybrid, 2**16, segments=16)[2]
