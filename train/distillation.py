@@ -17,7 +17,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.run_folder import find_model_folder
 from lingpt.data import Batch
 from lingpt.data.packing import NO_TARGET
-from lingpt.models import GPT, load_model
+from lingpt.models import GPT, Config, load_model, read_model_config
 from lingpt.train.compilation import compile_blocks, compile_options
 from lingpt.train.config import Recipe
 from lingpt.train.loss import NextTokenLoss, cross_entropy_sum, inputs_and_targets
@@ -25,20 +25,33 @@ from lingpt.train.loss import NextTokenLoss, cross_entropy_sum, inputs_and_targe
 BLOCKS_WEIGHT = 2.0  # docs/results/linearize
 
 
+def check_teacher(recipe: Recipe, config: Config) -> None:
+    """Raises UserError if the recipe's teacher does not exist, or cannot teach a model of `config`; reads no
+    weights."""
+    t = recipe.train
+    if t.teacher is None:
+        return
+    theirs = read_model_config(find_model_folder(Path(t.teacher), verify=False))
+    sizes = ("n_layer", "n_embd", "padded_vocab_size")
+    for name in sizes[2:] if t.imitate == "logits" else sizes:
+        if (other := getattr(theirs, name)) != (own := getattr(config, name)):
+            raise UserError(f"the teacher {t.teacher} has {name} {other}, this model {own}")
+    if recipe.data.seq_len > theirs.block_size:
+        raise UserError(
+            f"data.seq_len {recipe.data.seq_len} is longer than the teacher's block size "
+            f"{theirs.block_size}: lower it"
+        )
+    if t.imitate == "attention" and config.attention_per_layer == theirs.attention_per_layer:
+        raise UserError(
+            "the model has its teacher's attention in every layer: give another --model.attention"
+        )
+
+
 def training_loss(recipe: Recipe, gpt: GPT, compiled: bool) -> nn.Module:
-    """The loss that the recipe trains `gpt` with; UserError if its teacher is of other sizes."""
+    """The loss that the recipe trains `gpt` with; `check_teacher` has found no mistake."""
     if recipe.train.teacher is None:
         return NextTokenLoss(gpt, compiled, recipe.train.z_loss)
     teacher = load_model(find_model_folder(Path(recipe.train.teacher)), device=gpt.lm_head.weight.device)
-    sizes = ("n_layer", "n_embd", "padded_vocab_size")
-    for name in sizes[2:] if recipe.train.imitate == "logits" else sizes:
-        if (theirs := getattr(teacher.config, name)) != (own := getattr(gpt.config, name)):
-            raise UserError(f"the teacher {recipe.train.teacher} has {name} {theirs}, this model {own}")
-    if recipe.data.seq_len > teacher.config.block_size:
-        raise UserError(
-            f"data.seq_len {recipe.data.seq_len} is longer than the teacher's block size "
-            f"{teacher.config.block_size}: lower it"
-        )
     teacher.requires_grad_(False)
     if recipe.train.imitate == "attention":
         return AttentionTransferLoss(gpt, teacher, compiled)
@@ -79,10 +92,6 @@ class AttentionTransferLoss(_TeacherLoss):
         self.transferred = [
             i for i, (own, other) in enumerate(pairs) if type(own.attn) is not type(other.attn)
         ]
-        if not self.transferred:
-            raise UserError(
-                "the model has its teacher's attention in every layer: give another --model.attention"
-            )
         gpt.requires_grad_(False)
         self._calls: list[tuple[tuple, torch.Tensor]] = []  # of the teacher's attentions: arguments, output
         for i in self.transferred:

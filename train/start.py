@@ -12,6 +12,7 @@ from lingpt.train import report
 from lingpt.train.config import Recipe, check, shared_settings
 from lingpt.train.console import print_rank0
 from lingpt.train.determinism import deterministic
+from lingpt.train.distillation import check_teacher
 from lingpt.train.distributed.context import check_context_parallel
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.distributed.strategy import choose_strategy
@@ -62,6 +63,7 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
     if not recipe.train.dry_run:
         check_machine(machine, gpt, recipe)
         check_init_from(recipe, gpt.config)
+        check_teacher(recipe, gpt.config)
         if machine.accelerator == "cpu":  # on a GPU it takes a context, so there each process checks its own
             attention_kernels(gpt.config, torch.device("cpu"), machine.precision)
     return gpt, machine, why

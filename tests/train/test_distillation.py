@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,8 +91,6 @@ def test_an_attention_is_fitted_to_the_teachers_inputs_and_outputs(batch):
     assert trained == {
         name for name, _ in hybrid.named_parameters() if ".attn." in name and ".h.1." not in name
     }
-    with pytest.raises(UserError, match="its teacher's attention in every layer"):
-        AttentionTransferLoss(tiny("softmax"), teacher)
     assert 0 < AttentionTransferLoss(model, tiny("softmax+value_residual"))(batch) < math.inf
 
 
@@ -126,6 +125,24 @@ def test_shared_values_are_no_part_of_an_attention(make_recipe, tmp_path):
     recipe.model.value_residual = True
     with pytest.raises(UserError, match="value_residual has a part outside of them: imitate blocks"):
         check_recipe(recipe)
+
+
+def test_a_teacher_that_cannot_teach_is_told_before_any_work(make_recipe):
+    """Guards: a typo, or other sizes, after hours of tokenising."""
+    teacher = train(make_recipe(name="teacher", max_steps=1))
+    wrong: list[tuple[str, str, dict, int, str]] = [
+        ("attention", str(teacher), {}, 32, "its teacher's attention in every layer"),
+        ("blocks", str(teacher), {"n_layer": 1}, 32, "has n_layer 2, this model 1"),
+        ("logits", str(teacher), {"padded_vocab_size": 640}, 32, "has padded_vocab_size 320, this model 640"),
+        ("logits", str(teacher), {}, 512, "longer than the teacher's block size 256: lower it"),
+        ("logits", "typo", {}, 32, "no model in typo: there is no such folder"),
+    ]
+    for imitate, chosen, model, seq_len, message in wrong:
+        student = make_recipe(imitate=imitate, teacher=chosen, eval_tokens=512)
+        student.model = replace(student.model, block_size=seq_len, **model)
+        student.data = replace(student.data, seq_len=seq_len)
+        with pytest.raises(UserError, match=message):
+            check_recipe(student)
 
 
 @pytest.mark.parametrize("kind", [AttentionTransferLoss, LogitsLoss])
