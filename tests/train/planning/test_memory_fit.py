@@ -71,6 +71,16 @@ def test_advice_counts_what_is_gathered_once():
     assert need > memory_needed(gpt, recipe, "bf16-mixed", size, 2)["total"]
 
 
+@pytest.mark.parametrize("options", [{"optimizer": "muon"}, {"teacher": "runs/sm", "imitate": "logits"}])
+def test_nobody_is_told_to_shard_what_cannot_be_sharded(options):
+    """Guards: `--train.strategy fsdp` as advice, which the run then refused."""
+    machine, recipe = a_run(16e9, 1, **options)
+    recipe.model.name = "pythia-2.8b"
+    gpt = GPT.on_meta(recipe.model.config())
+    assert what_fits_message(machine, gpt, recipe).startswith("shorter sequences")
+    assert "fsdp" not in format_plan(recipe, machine, gpt).lower()
+
+
 def test_a_model_that_no_card_holds_whole_is_trained_in_parts():
     """Guards: pythia-12b on eight cards of 42 GB, which was made whole on each, in 47 GB of fp32. Cards that
     cannot hold two blocks and the embeddings are still too small."""
