@@ -23,7 +23,7 @@ from lingpt.train.planning.memory_fit import check_machine, fits_here, out_of_me
 from lingpt.train.planning.plan import format_plan
 from lingpt.train.runs import checkpoint
 from lingpt.train.runs.environment import record_start
-from lingpt.train.runs.resume import check_init_from, give_back_name, resume_or_create
+from lingpt.train.runs.resume import check_init_from, check_resume, give_back_name, resume_or_create
 from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.signals import stop_signals
 
@@ -62,6 +62,7 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
         )
     if not recipe.train.dry_run:
         check_machine(machine, gpt, recipe)
+        check_resume(recipe)
         check_init_from(recipe, gpt.config)
         check_teacher(recipe, gpt.config)
         if machine.accelerator == "cpu":  # on a GPU it takes a context, so there each process checks its own

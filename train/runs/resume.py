@@ -224,12 +224,7 @@ def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str, may_change:
 
 def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
     """Checks that `path` is a checkpoint of the recipe's model and attention; returns it."""
-    if not path.is_dir():
-        raise UserError(
-            f"no checkpoint {path} to resume from: give runs/<name>/checkpoints/step-…, auto or never"
-        )
-    if checkpoint_step(path) is None and read_manifest(path) is None:
-        raise UserError(f"{path} is not a checkpoint: give runs/<name>/checkpoints/step-…, auto or never")
+    check_resume(recipe)
     if reason := why_unusable(path):
         raise UserError(f"the checkpoint {path} {reason}: resume from another one, or auto")
     if path.name.startswith(f"{ABANDONED}-") and path.resolve().is_relative_to(recipe.run_folder.resolve()):
@@ -246,6 +241,17 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
                 f"from its weights with --train.init_from {path}"
             )
     return path
+
+
+def check_resume(recipe: Recipe) -> None:
+    """Raises UserError if the recipe's run is to resume from what is no checkpoint; reads none of it."""
+    if recipe.train.resume in ("auto", "never"):
+        return
+    path, instead = Path(recipe.train.resume), "give runs/<name>/checkpoints/step-…, auto or never"
+    if not path.is_dir():
+        raise UserError(f"no checkpoint {path} to resume from: {instead}")
+    if checkpoint_step(path) is None and read_manifest(path) is None:
+        raise UserError(f"{path} is not a checkpoint: {instead}")
 
 
 def check_init_from(recipe: Recipe, config: Config) -> None:

@@ -320,10 +320,12 @@ def test_what_a_start_found_it_starts_from(make_recipe, monkeypatch, capsys):
 
 
 def test_weights_that_do_not_exist_are_missed_before_the_data_is_read(make_recipe, monkeypatch):
-    """Guards: a typo in `--train.init_from` that was found after hours of tokenising."""
+    """Guards: a typo in `--train.init_from` or `--train.resume` that was found after hours of tokenising."""
     monkeypatch.setattr("lingpt.train.start.prepare", lambda *_, **__: pytest.fail("the data is read"))
     with pytest.raises(UserError, match="no model in typo: there is no such folder"):
         train(make_recipe(init_from="typo"))
+    with pytest.raises(UserError, match="no checkpoint typo to resume from"):
+        train(make_recipe(resume="typo"))
 
 
 def test_a_damaged_checkpoint_of_the_weights_run_is_named_once(make_recipe, capsys):
