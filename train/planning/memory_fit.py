@@ -52,6 +52,8 @@ def memory_needed(
     del need["total"]
     n = gpt.num_parameters()
     need["optimizer"] = need["optimizer"] * moments(gpt, recipe) // (2 * n)  # of AdamW's, by the estimate
+    if t.teacher is not None:  # of the same sizes; its weights stay beside the model's
+        need["teacher"] = n * (2 if precision == "bf16-true" else 4)
     return need | {"total": sum(need.values())}
 
 
