@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TensorOrBatch = TypeVar("TensorOrBatch", torch.Tensor, torch.Tensor | Batch)
 
-TIMEOUT_MINUTES = 30.0
-
 
 def separate_gradients(module: nn.Module) -> None:
     """Copies a gradient that shares memory with another parameter's gradient.
@@ -78,7 +76,7 @@ class Parallel:
         self,
         machine: Machine,
         reduce_bf16: bool = False,
-        timeout_minutes: float = TIMEOUT_MINUTES,
+        timeout_minutes: float = 30.0,
         context_parallel: int = 1,
     ) -> None:
         self.watch, self.sharded, self._reduce_bf16 = Watch(), machine.strategy == "fsdp", reduce_bf16
