@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def task_measurements(
     scorer: Scorer, tasks: Sequence[str], num_fewshot: int, data: str | Path | None, limit: int | None
 ) -> list[Measurement]:
-    """The measurements of these tasks; those whose files are missing are left out.
+    """The measurements of these tasks, each once; those whose files are missing are left out.
 
     Args:
         tasks: lm-eval's names; `mmlu:5` asks for five examples whatever `num_fewshot` says.
@@ -39,7 +39,7 @@ def task_measurements(
 
         check_folder(folder)
     found = []
-    for name, shots in [parse_task(task, num_fewshot) for task in tasks]:
+    for name, shots in dict.fromkeys(parse_task(task, num_fewshot) for task in tasks):
         key = task_key(name, shots, limit)
         with scorer.leaving_out(key):
             files = describe_data(name, shots, folder)

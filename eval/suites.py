@@ -74,8 +74,8 @@ def check_suites(names: Sequence[str]) -> None:
 
 
 def measures_of(suites: Sequence[str]) -> list[str]:
-    """The suites' measures of held-out text."""
-    return [measure for suite in suites for measure in SUITES[suite].measures]
+    """The suites' measures of held-out text, each once."""
+    return list(dict.fromkeys(measure for suite in suites for measure in SUITES[suite].measures))
 
 
 def suite_tasks(suite: str, tasks: Sequence[str]) -> list[str]:

@@ -386,6 +386,17 @@ def test_needles_are_in_texts_up_to_the_longest(tmp_path, tokenizer):
     ]
 
 
+def test_a_suite_that_is_named_twice_is_measured_once(tmp_path, tokenizer):
+    """Guards: the second `needle` was taken for a measure of a text, and recall of phrases stood for it."""
+    write_run(tmp_path, "demo-ours", "ours", tokenizer)
+    scorer = Scorer(find_checkpoints(tmp_path)[0])
+    once, twice = (
+        text_measurements(scorer, ["needle"] * times, {"code": "embedded"}, max_length_factor=16)
+        for times in (1, 2)
+    )
+    assert [m.key for m in twice] == [m.key for m in once] == ["needle (1,024 tokens)"]
+
+
 def test_a_training_length_too_short_for_needles_is_said(tmp_path, tokenizer):
     """Guards: a command that measured nothing, and said nothing."""
     write_run(tmp_path, "demo-ours", "ours", tokenizer)
