@@ -34,9 +34,11 @@ def bits_per_byte(lm: LinGPTLM, texts: Texts, tokens: int = TOKENS) -> Score:
     parts: list[tuple[list[int], str]] = []
     taken = 0
     for document in texts.documents:
-        if taken < tokens:
-            parts += spans(document, lm.text_tokenizer, share, 1)
-            taken += len(parts[-1][0])
+        for ids, text in spans(document, lm.text_tokenizer, share, 1):  # none of an empty document
+            parts.append((ids, text))
+            taken += len(ids)
+        if taken >= tokens:
+            break
     nats = [-total for total in lm.rolling([ids for ids, _ in parts])]
     sizes = [len(text.encode()) for _, text in parts]
     compressed = len(lzma.compress("\n".join(text for _, text in parts).encode(), preset=9))

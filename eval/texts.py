@@ -87,7 +87,8 @@ def spans(text: str, tokenizer: Tokenizer, length: int, most: int) -> Iterator[t
     encoded = tokenizer.for_documents.encode(text, add_special_tokens=False)
     for start in range(0, min(len(encoded.ids), length * most), length):
         stop = min(start + length, len(encoded.ids))
-        yield encoded.ids[start:stop], text[encoded.offsets[start][0] : encoded.offsets[stop - 1][1]]
+        first = encoded.offsets[start][0] if start else 0  # Pythia's leaves out a space before the first word
+        yield encoded.ids[start:stop], text[first : encoded.offsets[stop - 1][1]]
 
 
 def prompts_hash(pairs: Iterable[tuple[list[int], list[int]]]) -> str:

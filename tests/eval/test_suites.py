@@ -8,11 +8,14 @@ import weakref
 from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import processors
 
 import lingpt.models
 from lingpt.common.errors import UserError
 from lingpt.common.files import file_sha256
+from lingpt.data import Tokenizer
 from lingpt.eval import scoring
 from lingpt.eval.comparison import mean_scores, ratio
 from lingpt.eval.figures import caption, draw_positions
@@ -471,6 +474,23 @@ def test_the_bytes_of_a_character_that_is_cut(lm):
     for characters, counted in ((40, 66), (20, 60)):
         found = bits_per_byte(lm, Texts("x", ("水" * characters,), {}), tokens=1)
         assert found.per_document.bytes == (counted,)
+
+
+def test_the_bytes_of_a_space_at_the_beginning(lm, tokenizer, monkeypatch):
+    """Guards: Pythia's tokenizer says of a word that it begins after its space, which was not counted."""
+    raw = tokenizers.Tokenizer.from_str(tokenizer.raw.to_str())
+    raw.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    monkeypatch.setattr(lm, "text_tokenizer", Tokenizer(raw, "like Pythia's"))
+    documents = (" the sun warms", "the sun warms", "  stone ")
+    assert bits_per_byte(lm, Texts("x", documents, {})).per_document.bytes == tuple(map(len, documents))
+
+
+def test_a_document_without_tokens_has_no_bits(lm):
+    """Guards: an empty first document was an IndexError; a later one counted the tokens before it again."""
+    texts = Texts("x", ("", "the sun", "", "warms stone"), {})
+    assert (
+        bits_per_byte(lm, texts).metrics == bits_per_byte(lm, Texts("x", texts.documents[1::2], {})).metrics
+    )
 
 
 def test_no_file_is_lost_in_the_fingerprint(tmp_path):
