@@ -95,7 +95,8 @@ def find_study(name: str) -> Path:
     known, path = studies(), Path(name)
     if not path.is_file() and name in known:
         path = STUDIES / f"{name}.yaml"
-    if not path.is_file() or "attentions" not in (read_yaml(path) or {}):
+    values = read_yaml(path) if path.is_file() else None
+    if not isinstance(values, dict) or "attentions" not in values:
         raise UserError(f"no study {name!r}{nearest(name, known)}; a file, or one of {', '.join(known)}")
     return path
 
@@ -106,9 +107,10 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a study: it has no keys")
     values |= dict(changes or {})
-    if isinstance(rows := values.get("attentions"), list):
-        values["attentions"] = dict.fromkeys(rows)
-    if isinstance(rows := values.get("attentions"), dict):
+    rows = values.get("attentions")
+    if isinstance(rows, list) and all(isinstance(row, str) for row in rows):
+        rows = dict.fromkeys(rows)
+    if isinstance(rows, dict):
         values["attentions"] = {str(name): options or {} for name, options in rows.items()}
     declared = options_of(Study)  # a key without a value counts as left out
     given = {
@@ -199,6 +201,9 @@ def _check(study: Study, path: Path) -> None:
             raise UserError(f"{path}: leave out {taken[0]}: the study gives it to each run")
     if study.learning_rates and study.rate_tokens < 1:
         raise UserError(f"{path}: `learning_rates` need `rate_tokens`, how long each is tried")
+    rates = [f"{rate:g}" for rate in study.learning_rates]  # as the short runs are named
+    if twice := [rate for rate in rates if rates.count(rate) > 1]:
+        raise UserError(f"{path}: `learning_rates` has {twice[0]} twice")
     if study.runs_per_device > 1 and study.devices_per_run != 1:
         raise UserError(f"{path}: runs_per_device {study.runs_per_device} is for runs on one card each")
     for key in ("baselines", "plotted_rows"):

@@ -23,6 +23,7 @@ from lingpt.tests.study.tiny import TINY, write
         ({"seeds": 0}, "seeds is 0; it must be a whole number from 1 to 1,000"),
         ({"seeds": 10**9}, "seeds is 1000000000; it must be a whole number from 1 to 1,000"),
         ({"attentions": 3}, "attentions is 3; it must be `key: value`"),
+        ({"attentions": ["softmax", {"ours": {"model.b": 1}}]}, "it must be `key: value`"),
         ({"attentions": ["ours/x"]}, "cannot name a run's folder"),
         ({"name": "../x"}, "'../x' cannot name the study's folder"),
         ({"name": ""}, "'' cannot name the study's folder"),
@@ -32,6 +33,7 @@ from lingpt.tests.study.tiny import TINY, write
         ({"options": {"data.seq_len": None}}, "softmax: data.seq_len is null; it must be a whole number"),
         ({"rate_tokens": 0}, "`learning_rates` need `rate_tokens`"),
         ({"rate_tokens": None}, "`learning_rates` need `rate_tokens`"),
+        ({"learning_rates": [1e-3, 0.001]}, "`learning_rates` has 0.001 twice"),
         ({"baselines": ["gla"]}, "baselines names 'gla', which is not one of its rows"),
         ({"runs_per_device": 0}, "runs_per_device is 0"),
         ({"runs_per_device": 2, "devices_per_run": None}, "is for runs on one card each"),
@@ -128,6 +130,10 @@ def test_a_study_that_is_no_study(tmp_path):
     (tmp_path / "study-x.yaml").write_text("- 3\n")
     with pytest.raises(UserError, match="is not a study"):
         read_study(tmp_path / "study-x.yaml")
+    for text in ("5", "attentions", "- attentions"):
+        (tmp_path / "study-x.yaml").write_text(text)
+        with pytest.raises(UserError, match="no study"):
+            find_study(str(tmp_path / "study-x.yaml"))
     assert json.dumps(read_study(find_study("demo")).to_dict())
 
 
