@@ -23,7 +23,7 @@ from lingpt.plots.curves import (
     time_to_loss,
     without_options,
 )
-from lingpt.plots.figures import add_caption, figure_paths, new_figure, save_figure, style_axes
+from lingpt.plots.figures import add_caption, figure_paths, new_figure, save_figure, style_axes, verbatim
 from lingpt.plots.palette import MARKERS, line_styles
 
 SHORT_LEGEND = 1.8  # inches beside the panels, for which the figure has room
@@ -88,7 +88,8 @@ def draw(curves: list[Curve], timed: bool = True) -> Any:
     panels[0].set_ylabel("loss (nats per token)")
     _add_inset(panels[0], curves, *axes[0][:2])
     models = sorted({c.model for c in curves if c.model})
-    figure.suptitle(" and ".join(models), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    title = " and ".join(models)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", parse_math=False)
     _legend(figure, panels[-1], len(curves))
     add_caption(figure, caption(curves))
     return figure
@@ -99,13 +100,13 @@ def _legend(figure, panel, rows: int) -> None:
     curves, in a figure that is wider if the names are long."""
     font: dict[str, Any] = {"frameon": False, "fontsize": 9 if rows < 7 else 7.5, "handlelength": HANDLE}
     font |= {"title": "last validation loss", "title_fontsize": font["fontsize"], "alignment": "right"}
-    legend = panel.legend(loc="upper right", **font)
+    legend = verbatim(panel.legend(loc="upper right", **font))
     width = legend.get_window_extent().width
     if width < 0.75 * panel.get_window_extent().width and rows < 6:
         return
     legend.remove()
     figure.set_figwidth(figure.get_figwidth() + max(0.0, width / figure.dpi - SHORT_LEGEND))
-    figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", **font)
+    verbatim(figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", **font))
 
 
 def caption(curves: Sequence[Curve]) -> str:

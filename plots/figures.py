@@ -38,12 +38,17 @@ def legend_beside(figure: Any, handles: Sequence[Any], labels: Sequence[str]) ->
     """Adds a legend to the right of the panels, with lines long enough to show dashes beside the marker; the
     figure gets wider if long names would leave a panel less than PANEL."""
     style: dict[str, Any] = {"frameon": False, "fontsize": 8, "handlelength": 4}
-    legend = figure.legend(handles, labels, loc="outside right upper", **style)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a $ in a name begins no formula
+    legend = verbatim(figure.legend(handles, labels, loc="outside right upper", **style))
     columns = figure.axes[0].get_gridspec().ncols
     least = legend.get_window_extent().width / figure.dpi + columns * PANEL
     figure.set_figwidth(max(figure.get_figwidth(), least))
+    return legend
+
+
+def verbatim(legend: Any) -> Any:
+    """The legend, in which a `$` in a name begins no formula."""
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     return legend
 
 

@@ -500,6 +500,13 @@ def test_a_picture_of_no_known_kind_is_one_line(tmp_path):
     assert b"<svg" in (tmp_path / "x.SVG").read_bytes()
 
 
+@pytest.mark.parametrize("count", [2, 7])
+def test_a_dollar_in_a_name_begins_no_formula(tmp_path, count):
+    """Guards: it ended `lingpt curves` in a traceback, in the panel's legend and in the one beside it."""
+    runs = [write_run(tmp_path / f"x_{{${i}", "ours", 1.0, {10: 4.0}, "$x_{$") for i in range(count)]
+    draw_curves(runs, tmp_path / "out.png")
+
+
 def test_a_run_with_a_validation_and_nothing_else_is_drawn(tmp_path):
     run = write_run(tmp_path / "a", "ours", 1.0, {2: 4.0})
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[-1])
