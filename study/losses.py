@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,17 +69,17 @@ def loss_sections(
         if others:
             of = first.folder.name
             notes.append(f"the seeds of {row} differ in cards, data or settings: curve and times are {of}'s")
-    plotted = [curve for row, curve in curves.items() if row in (study.plotted_rows or curves)]
-    save_formats(draw(plotted or list(curves.values()), timed=timed), folder, CURVES)
+    plotted = [curves[row] for row in curves if row in study.plotted_rows] or list(curves.values())
+    save_formats(draw(plotted, timed=timed), folder, CURVES)
 
     equal_time = min(float(curve.val[-1, 1]) for curve in curves.values())
     rows = [_row_losses(runs[row], curve, equal_time) for row, curve in curves.items()]
-    _compare(rows, study.baselines or (baseline,))
+    _compare(rows, {baseline, *study.baselines})
     reached = time_to_loss(list(curves.values()), list(curves).index(baseline))
     with write_errors(folder / SUMMARY):
         numbers = {"equal_time": equal_time, "rows": [asdict(row) for row in rows], "time_to_loss": reached}
         write_json(folder / SUMMARY, numbers)
-    about = caption(list(curves.values())).replace("\n", " ")
+    about = caption(plotted).replace("\n", " ")
     sections = [f"## Loss\n\n![Loss]({CURVES}.png)\n\n{about}"]
     sections.append(_loss_table(rows, equal_time, timed).text(markdown=True))
     sections += [_time_table(list(curves), reached, baseline).section()] if timed and reached else []
@@ -118,7 +118,7 @@ def _median(lines: Sequence[dict[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _compare(rows: Sequence[RowLosses], baselines: Sequence[str]) -> None:
+def _compare(rows: Sequence[RowLosses], baselines: Collection[str]) -> None:
     """Sets each row's differences to the `baselines`, with Welch's standard error."""
     for other in (row for row in rows if row.row in baselines):
         for row in (row for row in rows if row is not other):

@@ -297,6 +297,7 @@ def test_rows_are_compared_over_their_seeds(here, pictures, monkeypatch):
     assert "| 0, 1, 2 | 4.0000 ± 0.1732 | –                | −0.1000 ± 0.1155 |" in page
     assert "| 0, 1    | 5.0000 ± 0.0000 | +1.0000 ± 0.1000 | +0.9000 ± 0.0577 |" in page
     assert "Tokens/s" not in page and "ours-seed2: not trained\n" in page
+    assert "; gla: mean of 3 seeds, band" in page  # of what is drawn
     picture = (FOLDER / "curves.svg").read_text()
     assert "ours" in picture and "softmax" not in picture and "training time" not in picture
 
@@ -320,6 +321,9 @@ def test_times_and_losses_are_compared_with_the_row_that_is_named(here, capsys):
     assert main([*COMMAND, "--stages", "page", "--baseline", "our"]) == 2
     line = "lingpt: unknown baseline 'our' (did you mean 'ours'?): use one of: gla, softmax, ours\n"
     assert capsys.readouterr().err == line
+    write_tiny(attentions=[*rows, "ours-decay"], suites=[], baselines=["ours-decay"])  # not trained yet
+    text = page_of_the_study()
+    assert "ratio to that of softmax." in text and re.findall(r"minus (\S+)", text) == ["softmax"]
 
 
 def test_a_benchmark_without_a_file_is_in_the_plan_and_on_the_page(here, capsys):
