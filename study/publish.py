@@ -50,6 +50,8 @@ def publish_study(
             elif path.is_file():
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
+            elif path.name in FILES:  # of an earlier page
+                copy.unlink(missing_ok=True)
         for run in (*rate_runs, *runs):
             if run.started:
                 lines = thin(run.metrics, 0 if run in rate_runs else POINTS)

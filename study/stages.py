@@ -62,9 +62,11 @@ def run_study(
         raise UserError(f"--minutes {minutes:g}: give more than 0, or leave it out")
     clear_caches()
     folder = Path(out) / f"study-{study.name}"
-    for page_folder in (folder, publish):
-        if page_folder is not None:
-            check_page(Path(page_folder))
+    check_page(folder)
+    if publish is not None:
+        check_page(Path(publish))
+        if Path(publish).resolve() == folder.resolve():
+            raise UserError(f"--publish {publish} is the study's own folder: give another one for the copy")
     slots = find_slots(devices, study.devices_per_run, study.runs_per_device)
     started = with_started_runs(study, folder)
     work = _Stages(study if dry_run else started, study, folder, slots)

@@ -130,6 +130,29 @@ def test_scores_are_published_as_they_are(here):
     assert page.read_text().startswith(f"# Softmax\n\n{MARKER}\n\nA test.\n\n## Setting\n")
 
 
+def test_a_study_is_not_published_over_itself(here, capsys):
+    """Guards: its runs' losses were thinned, and the paths in their records cut."""
+    write_tiny(suites=[], attentions=["softmax"])
+    fake_run("softmax-seed0")
+    before = Path("runs/study-tiny/softmax-seed0/config.yaml").read_text()
+    assert main([*COMMAND, "--stages", "page", "--publish", "runs/../runs/study-tiny"]) == 2
+    line = capsys.readouterr().err.strip()
+    assert "is the study's own folder" in line and "\n" not in line
+    assert Path("runs/study-tiny/softmax-seed0/config.yaml").read_text() == before
+
+
+def test_tables_of_an_earlier_page_are_not_published_any_more(here):
+    """Guards: the scores of a suite that the study no longer has, beside a page without them."""
+    write_tiny(suites=["table2"], attentions=["softmax"])
+    fake_run("softmax-seed0")
+    write_scores("softmax-seed0", 4, **{"piqa (0-shot)": PIQA})
+    for suites, tables in ((["table2"], {"table2.md", "table2.json"}), ([], set())):
+        write_tiny(suites=suites, attentions=["softmax"])
+        assert main([*COMMAND, "--stages", "page", "--publish", "copy"]) == 0
+        assert {path.name for path in Path("copy").glob("table2.*")} == tables
+        assert Path("copy/softmax-seed0/eval/step-00000004.json").is_file()
+
+
 def test_a_page_of_another_kind_is_not_overwritten(here, capsys):
     """Guards: `--publish docs/results/study` took the place of the index there. It is refused before anything
     is trained; the page that an earlier start has published is replaced."""
