@@ -82,10 +82,10 @@ def _mean_score(scores: list[Score]) -> Score:
     first, metrics = scores[0], dict[str, float | None]()
     for name in (name for name in first.metrics if not name.endswith("_stderr")):
         values = [score.metrics.get(name) for score in scores]
-        if known := [value for value in values if value is not None]:
+        known = [value for value in values if value is not None]
+        if len(known) == len(values):
             errors = [score.metrics.get(f"{name}_stderr") for score in scores]
-            if len(known) == len(values):
-                metrics[name], metrics[f"{name}_stderr"] = mean_and_error(known, errors)
+            metrics[name], metrics[f"{name}_stderr"] = mean_and_error(known, errors)
     columns = zip(*(score.positions for score in scores), strict=True)
     positions = tuple(_mean_positions(groups) for groups in columns)
     return replace(first, metrics=metrics, positions=positions, runs=tuple(scores))
