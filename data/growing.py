@@ -7,6 +7,7 @@ stream, one after another, each in a random order of its own. A sample waits unt
 import os
 import signal
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ class GrowingDataset(PackedDataset):
         self.path, self.seq_len, self._finished = folder / "train.arrow", seq_len, finished
         self._chunks, self._checked, self.stream_length = [], [], 0
         self._whole = self._repeats = False
+        self._maps = threading.Lock()  # the thread that reads ahead waits, too
         self._work, self._arguments = work, arguments
         if not folder.exists():
             self._start()
@@ -93,12 +95,14 @@ class GrowingDataset(PackedDataset):
     def _wait_for(self, blocks: int) -> None:
         """Returns when so many blocks can be read, or all of the stream."""
         while not self._whole and max(0, self.stream_length - 1) // self.seq_len < blocks:
-            if self.path.parent.exists():
-                whole = self._finished()
-                self._chunks, self._checked, self._checksums = whole._chunks, whole._checked, whole._checksums
-                self.stream_length, self._whole = whole.stream_length, True
-                return
-            self._map_more()
+            with self._maps:
+                if self.path.parent.exists():
+                    whole = self._finished()
+                    self._chunks, self._checked = whole._chunks, whole._checked
+                    self._checksums, self.stream_length = whole._checksums, whole.stream_length
+                    self._whole = True
+                    return
+                self._map_more()
             if not self._process.is_alive() and not self.path.parent.exists():
                 raise UserError(f"the process that tokenises has ended ({self._fault()}): start again")
             time.sleep(POLL)

@@ -1,9 +1,13 @@
 """`--data.stream`: the same samples whether or not the text has been tokenised yet."""
 
 import shutil
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,6 +92,29 @@ def test_what_is_written_is_read_and_what_a_killed_process_left_is_not_taken_for
     other._map_more()
     assert other.stream_length == 512 * 3
     shutil.rmtree(left)
+
+
+def test_two_threads_that_wait_map_a_record_batch_once(config, monkeypatch):
+    """Guards: tokens twice, and all later ones at other places: the step counts its targets while the next
+    ones are read ahead, and both wait for the same window."""
+    monkeypatch.setattr(stream, "ROWS", 512)
+    monkeypatch.setattr(growing, "ROWS", 512)
+    whole = prepare(replace(config, stream=False), progress=False)
+    tokens, folder = whole.train.stream(0, 10**9), whole.parts[0].cache.folder
+    folder.rename(folder.with_name(f".{folder.name}.0000.partial"))
+    monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
+    dataset = growing.GrowingDataset(folder, 32, None, None, [])
+    dataset._process = Dead(True)
+
+    def slow(data) -> int:
+        found = zlib.crc32(data)
+        time.sleep(0.01)  # as it lets other threads run
+        return found
+
+    monkeypatch.setattr(growing, "zlib", SimpleNamespace(crc32=slow))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: dataset.stream(0, 512 * 8), range(2)))
+    assert all(x.tolist() == tokens[: 512 * 8].tolist() for x in found)
 
 
 @pytest.mark.slow
