@@ -10,8 +10,8 @@ from lingpt.common.errors import UserError, one_line
 
 ANSWERS = "messages, or prompt and completion"  # the `text_key` of such rows
 NEEDED = (
-    'every row must have "messages", one of them an assistant\'s, each with a role and a content in text; or '
-    'a "prompt" and a "completion" in text'
+    'every row must have "messages", one of them, not the first, an assistant\'s, each with a role and a '
+    'content in text; or a "prompt" and a "completion" in text'
 )
 
 
@@ -32,6 +32,8 @@ def read_row(row: Any, where: str) -> str:
             messages = [{key: message[key] for key in ("role", "content")} for message in row["messages"]]
             texts = [text for message in messages for text in message.values()]
             answers = [message["content"] for message in messages if message["role"] == "assistant"]
+            if answers and messages[0]["role"] == "assistant":  # no template gives the prompt of it
+                raise UserError(f"{where} begins with an answer: {NEEDED}")
             kept = json.dumps({"messages": messages}, ensure_ascii=False)
         else:
             texts = [row["prompt"], row["completion"]]

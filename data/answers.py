@@ -10,13 +10,12 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lingpt.common.errors import UserError
-from lingpt.data.tokenizer import Tokenizer
+from lingpt.common.errors import UserError, one_line
+from lingpt.data.tokenizer import Tokenizer, find_tokenizer
 
 ROW_END = int(np.iinfo(np.int32).min)
 
@@ -35,10 +34,16 @@ class AnswerTokenizer(Tokenizer):
     def _chat(self) -> Any:
         from transformers import AutoTokenizer
 
-        path = Path(self._source or "").expanduser()
         found = None
         if self._source:
-            found = AutoTokenizer.from_pretrained(path.parent if path.is_file() else self._source)
+            path = find_tokenizer(self._source)
+            try:
+                found = AutoTokenizer.from_pretrained(path.parent if path else self._source)
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"transformers cannot read the tokenizer {self.name} ({one_line(error)}), whose chat "
+                    "template messages need: give another with --data.tokenizer"
+                ) from None
         if found is None or found.chat_template is None:
             raise UserError(
                 f"the tokenizer {self.name} has no chat template, which messages need: give another with "
@@ -52,7 +57,7 @@ class AnswerTokenizer(Tokenizer):
         """Of the tokenizer and of its chat template, if it has one."""
         try:
             template = self._chat.chat_template
-        except (UserError, OSError, ValueError):
+        except UserError:
             template = None
         return hashlib.sha256(json.dumps([super().hash, template]).encode()).hexdigest()
 
@@ -66,12 +71,11 @@ class AnswerTokenizer(Tokenizer):
         if isinstance(row, list):
             prompt, completion = row
             return [prompt, completion + self.end_token]
-        render = functools.partial(self._chat.apply_chat_template, tokenize=False)
         messages, parts, done = row["messages"], list[str](), ""
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                prompt = render(messages[:i], add_generation_prompt=True)
-                whole = render(messages[: i + 1])
+                prompt = self._render(messages[:i], add_generation_prompt=True)
+                whole = self._render(messages[: i + 1])
                 if not (prompt.startswith(done) and whole.startswith(prompt)):
                     raise UserError(
                         f"the chat template of {self.name} changes earlier messages when others follow: give "
@@ -80,6 +84,18 @@ class AnswerTokenizer(Tokenizer):
                 parts += prompt[len(done) :], whole[len(prompt) :]
                 done = whole
         return parts
+
+    def _render(self, messages: list[dict[str, str]], **options: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self._chat.apply_chat_template(messages, tokenize=False, **options)
+        except TemplateError as error:
+            begins = messages[0]["content"][:60]
+            raise UserError(
+                f"the chat template of {self.name} fails ({one_line(error)}) on the conversation that begins "
+                f"{begins!r}: leave it out, or take another tokenizer"
+            ) from None
 
     def __reduce__(self) -> tuple:
         return AnswerTokenizer, (Tokenizer(self.raw, self.name, self.end_token), self._source)

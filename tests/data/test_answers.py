@@ -1,11 +1,13 @@
 """Rows of prompts and answers: what is learned, and what a user reads about rows that are none."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pytest
+import transformers
 from pyarrow import parquet
 
 from lingpt.common.errors import UserError
@@ -123,6 +125,23 @@ def test_text_has_no_answers(chat, tmp_path, monkeypatch, source):
         prepare(config([], chat, source=source), progress=False)
 
 
+def test_the_template_is_found_in_the_home_folder(chat, monkeypatch):
+    """Guards: a disk that cannot be written, as the hub has no such name."""
+    monkeypatch.setenv("HOME", str(chat.parent))
+    usual = config(ROWS * 3, chat)
+    home = prepare(replace(usual, tokenizer=f"~/{chat.name}"), progress=False)
+    assert home.fingerprint == prepare(usual, progress=False).fingerprint
+
+
+def test_a_tokenizer_that_transformers_cannot_read_gets_one_line(chat, monkeypatch):
+    def fails(path) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fails)
+    with pytest.raises(UserError, match=r"^transformers cannot read the tokenizer .* \(no network\)"):
+        prepare(config(ROWS * 3, chat), progress=False)
+
+
 def test_the_template_identifies_the_data(chat):
     before = prepare(config(ROWS * 3, chat), progress=False).fingerprint
     settings = chat / "tokenizer_config.json"
@@ -138,6 +157,7 @@ def test_the_template_identifies_the_data(chat):
         ({"prompt": "a", "completion": ""}, "has no answer"),
         ({"messages": [{"role": "user", "content": "a"}]}, "has no answer"),
         ({"messages": [{"role": "user"}]}, "has no messages, or prompt"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "line 1 begins with an answer"),
         (["messages"], "has no messages, or prompt"),
     ],
 )
@@ -154,6 +174,11 @@ def test_what_does_not_go_together_gets_one_line(chat, tokenizer, tmp_path):
     (chat / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(UserError, match="has no chat template"):
         prepare(config(ROWS, chat), progress=False)
+    for fails, why in (("{{ raise_exception('roles') }}", "roles"), ("{% if %}", "Expected an expression")):
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": fails}
+        (chat / "tokenizer_config.json").write_text(json.dumps(settings))
+        with pytest.raises(UserError, match=rf"fails \({why}.*\) on the conversation that begins 'Be"):
+            prepare(config(ROWS, chat), progress=False)
     rewrites = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": rewrites}
     (chat / "tokenizer_config.json").write_text(json.dumps(settings))
