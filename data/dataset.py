@@ -266,10 +266,12 @@ def _growing(
 
 def val_sources(config: DataConfig) -> dict[str, str]:
     """The texts of `--data.val_sources` by name; one without a name has its own. UserError for a name given
-    twice."""
+    twice, or without a source."""
     found: dict[str, str] = {}
     for text in config.val_sources.split(",") if config.val_sources else ():
         name, _, source = text.strip().rpartition("=")
+        if not source.strip():  # it would be the folder that the command runs in
+            raise UserError(f"--data.val_sources has no source in {text!r}: give name=source,name=source")
         if (name or source) in found:
             raise UserError(f"--data.val_sources names {name or source!r} twice: give each text its own name")
         found[name or source] = source

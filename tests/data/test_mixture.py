@@ -153,6 +153,9 @@ def test_texts_to_validate_on_have_names(config, write_jsonl, texts):
     assert records["third"]["tokens"] == dataset.val.stream_length and len(records["embedded"]["entry"]) == 32
     with pytest.raises(UserError, match="names 'a' twice: give each text its own name"):
         prepare(replace(config, val_sources=f"a={val},a=embedded"), progress=False)
+    for text in ("a=", f"a={val},"):  # the folder that the command runs in
+        with pytest.raises(UserError, match=r"--data\.val_sources has no source in "):
+            prepare(replace(config, val_sources=text), progress=False)
     assert availability(replace(config, val_sources="a=no.jsonl")).startswith(
         "NOT FOUND: there are no documents"
     )
