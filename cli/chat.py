@@ -10,6 +10,7 @@ import jinja2
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from lingpt.common.end_of_text import TOKENIZER_CONFIG
 from lingpt.common.errors import UserError, first_line
 from lingpt.common.files import read_json_object, read_text
 from lingpt.data import Tokenizer
@@ -18,7 +19,7 @@ from lingpt.models import GPT, stream
 
 def chat_template(folder: Path) -> str:
     """The template by which a conversation becomes text, as transformers saves it. UserError without one."""
-    path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    path, config = folder / "chat_template.jinja", folder / TOKENIZER_CONFIG
     if path.is_file():
         return read_text(path)
     template = read_json_object(config).get("chat_template") if config.is_file() else None
@@ -27,8 +28,23 @@ def chat_template(folder: Path) -> str:
     return template
 
 
+def special_tokens(folder: Path, end_token: str) -> dict[str, str]:
+    """The tokens that a template may name: `bos_token` and others of tokenizer_config.json. The end of text
+    stands for the first if it has none."""
+    config = folder / TOKENIZER_CONFIG
+    named = (read_json_object(config) if config.is_file() else {}).items()
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named}
+    tokens = {name: x for name, x in texts.items() if name.endswith("_token") and isinstance(x, str)}
+    return {"bos_token": end_token} | tokens | {"eos_token": end_token}
+
+
 def chat(
-    model: GPT, tokenizer: Tokenizer, template: str, max_new_tokens: int, sampling: dict[str, Any]
+    model: GPT,
+    tokenizer: Tokenizer,
+    template: str,
+    tokens: dict[str, str],
+    max_new_tokens: int,
+    sampling: dict[str, Any],
 ) -> None:
     """Answers each line of stdin, token by token; the whole conversation is the prompt."""
     template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # marks for training
@@ -40,8 +56,7 @@ def chat(
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line.strip()})
-        names = {"messages": messages, "add_generation_prompt": True}
-        names |= dict.fromkeys(("bos_token", "eos_token"), tokenizer.end_token)
+        names = tokens | {"messages": messages, "add_generation_prompt": True}
         try:
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
             text = environment.from_string(template).render(names)

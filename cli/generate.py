@@ -42,7 +42,7 @@ def run(options: Options) -> None:
 
     import torch
 
-    from lingpt.cli.chat import chat, chat_template
+    from lingpt.cli.chat import chat, chat_template, special_tokens
     from lingpt.common.devices import decoding_dtype, find_device
     from lingpt.common.errors import UserError
     from lingpt.common.files import read_text
@@ -64,7 +64,8 @@ def run(options: Options) -> None:
     sampling["graph"] = options.graph and device.type == "cuda"
     model.any_length, state = model.constant_state, None
     if options.chat:
-        return chat(model, tokenizer, template, options.max_new_tokens, sampling)
+        tokens = special_tokens(folder, tokenizer.end_token)
+        return chat(model, tokenizer, template, tokens, options.max_new_tokens, sampling)
     document = tokenizer.encode(read_text(Path(options.document))) if options.document else []
     prompt = tokenizer.encode(options.prompt)
     if options.state:

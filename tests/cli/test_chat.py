@@ -1,0 +1,40 @@
+"""`lingpt generate --chat`: its prompt is what transformers makes of the template."""
+
+import io
+import json
+
+import pytest
+import tokenizers
+from transformers import AutoTokenizer
+
+from lingpt.cli import chat
+from lingpt.cli.main import main
+from lingpt.data.tokenizer import train_bpe
+from lingpt.models import GPT, ModelArgs, export_hf
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+OBJECT = {"__type": "AddedToken", "content": "<s>", "special": True}  # as transformers 4 writes it
+
+
+@pytest.mark.parametrize("begin", ["<s>", OBJECT, "<|endoftext|>"], ids=str)
+def test_the_prompt_begins_as_in_transformers(tmp_path, monkeypatch, begin):
+    """Guards: a conversation with a Llama that begins with the token that ends its answers."""
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 96, "vocab_size": 300}
+    tokenizer = train_bpe(["the river and the mill"] * 9, 300)
+    tokenizer.raw.add_special_tokens([tokenizers.AddedToken("<s>", special=True)])
+    model = GPT.create(ModelArgs("small", "ours", **sizes).config(), seed=0)
+    folder = tmp_path / "model"
+    export_hf(model, folder, tokenizer.save(tmp_path))
+    config = folder / "tokenizer_config.json"
+    values = json.loads(config.read_text()) | {"bos_token": begin, "chat_template": TEMPLATE}
+    config.write_text(json.dumps(values))
+    prompts = []
+    monkeypatch.setattr(chat, "replies", lambda model, tokenizer, prompt, *_: prompts.append(prompt) or [])
+    monkeypatch.setattr("sys.stdin", io.StringIO("the river\n"))
+    assert main(["generate", str(folder), "--chat", "--device", "cpu"]) == 0
+    messages = [{"role": "user", "content": "the river"}]
+    theirs = AutoTokenizer.from_pretrained(folder)
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompts == [theirs.encode(text, add_special_tokens=False)]
