@@ -107,6 +107,7 @@ def write_llama(model: GPT, folder: Path, about: dict[str, Any]) -> None:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.rope_base)}
     if config.rope_adjustments is not None:
         rope |= {theirs: config.rope_adjustments[ours] for ours, theirs in _ROPE.items()}
+        rope["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
         rope["rope_type"] = "llama3"
     values = {
         "model_type": kind,

@@ -79,6 +79,8 @@ def test_litgpt_agrees_and_its_checkpoints_load(small, tokens, tmp_path, norm_qk
     config = litgpt.Config(**{k: v for k, v in model.config.to_dict().items() if k in fields})
     twin, tensors = litgpt.GPT(config), {}
     export_hf(model, tmp_path / "hf")
+    rope = json.loads((tmp_path / "hf/config.json").read_text())["rope_parameters"]
+    assert type(rope["original_max_position_embeddings"]) is int  # transformers warns of another
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     copy(config, {}, tensors, exported.state_dict())
     twin.load_state_dict(tensors)
