@@ -16,10 +16,12 @@ from lingpt.common.files import read_json_object, read_text
 from lingpt.data import Tokenizer
 from lingpt.models import GPT, stream
 
+CHAT_TEMPLATE = "chat_template.jinja"
+
 
 def chat_template(folder: Path) -> str:
     """The template by which a conversation becomes text, as transformers saves it. UserError without one."""
-    path, config = folder / "chat_template.jinja", folder / TOKENIZER_CONFIG
+    path, config = folder / CHAT_TEMPLATE, folder / TOKENIZER_CONFIG
     if path.is_file():
         return read_text(path)
     template = read_json_object(config).get("chat_template") if config.is_file() else None

@@ -26,7 +26,8 @@ class Options:
 def run(options: Options) -> None:
     import shutil
 
-    from lingpt.common.end_of_text import TOKENIZER_CONFIG
+    from lingpt.cli.chat import CHAT_TEMPLATE
+    from lingpt.common.end_of_text import GENERATION_CONFIG, TOKENIZER_CONFIG
     from lingpt.common.errors import UserError
     from lingpt.common.files import new_folder, write_errors
     from lingpt.common.run_folder import TOKENIZER, find_model_folder
@@ -42,8 +43,9 @@ def run(options: Options) -> None:
             export_hf(model, folder, tokenizer if tokenizer.is_file() else None, model_card(model, source))
         else:
             save_model(model, folder)
-            for file in filter(Path.is_file, (tokenizer, source / TOKENIZER_CONFIG)):
-                shutil.copyfile(file, folder / file.name)
+            for name in (TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE):
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, folder / name)
     print(f"wrote {out} from {source}: {model.num_parameters():,} parameters")
 
 

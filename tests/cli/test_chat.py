@@ -1,4 +1,4 @@
-"""`lingpt generate --chat`: its prompt is what transformers makes of the template."""
+"""`lingpt generate --chat`: its prompt is what transformers makes of the template, which exports keep."""
 
 import io
 import json
@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from lingpt.cli import chat
 from lingpt.cli.main import main
-from lingpt.data.tokenizer import train_bpe
+from lingpt.data.tokenizer import load_tokenizer, train_bpe
 from lingpt.models import GPT, ModelArgs, export_hf
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -38,3 +38,19 @@ def test_the_prompt_begins_as_in_transformers(tmp_path, monkeypatch, begin):
     theirs = AutoTokenizer.from_pretrained(folder)
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompts == [theirs.encode(text, add_special_tokens=False)]
+
+
+def test_an_export_keeps_the_chat_and_the_end_of_a_text(tmp_path):
+    """Guards: another end of text, of a folder whose generation_config.json alone names it."""
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 96, "vocab_size": 300}
+    tokenizer = train_bpe(["the river and the mill"] * 9, 300)
+    tokenizer.raw.add_special_tokens([tokenizers.AddedToken("<|im_end|>", special=True)])
+    export_hf(GPT.create(ModelArgs("small", "ours", **sizes).config(), seed=0), tmp_path / "tuned")
+    tokenizer.save(tmp_path / "tuned")
+    end = tokenizer.raw.token_to_id("<|im_end|>")
+    (tmp_path / "tuned/generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    (tmp_path / "tuned/chat_template.jinja").write_text(TEMPLATE)
+    assert load_tokenizer(tmp_path / "tuned").eos_id == end
+    assert main(["export", str(tmp_path / "tuned"), str(tmp_path / "own")]) == 0
+    assert load_tokenizer(tmp_path / "own").eos_id == end
+    assert chat.chat_template(tmp_path / "own") == TEMPLATE
