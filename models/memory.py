@@ -16,7 +16,6 @@ class _Bytes(NamedTuple):
 
 
 _BYTES = {"32-true": _Bytes(4, 0, 4, 4), "bf16-mixed": _Bytes(4, 2, 4, 2), "bf16-true": _Bytes(2, 0, 2, 2)}
-_MOMENTS = 2  # numbers that AdamW keeps per weight, in the weight's dtype
 
 
 def memory_estimate(
@@ -31,6 +30,7 @@ def memory_estimate(
     accumulates: bool = True,
     gathers_once: bool = False,
     context_parallel: int = 1,
+    moments: int | None = None,
 ) -> dict[str, int]:
     """Bytes on one device at the peak of a step, by their use, and their `total`.
 
@@ -53,6 +53,7 @@ def memory_estimate(
             step.
         context_parallel: number of devices that hold pieces of the same sequences, each of `seq_len` tokens;
             what a layer gathers from them is kept for its backward pass.
+        moments: numbers that the optimizer keeps; None for AdamW's, two per weight.
     """
     config = model.config
     if precision not in _BYTES:
@@ -86,7 +87,7 @@ def memory_estimate(
     estimate = {
         "parameters": (part + whole) * size.weight + copied * size.copy,
         "gradients": gradients,
-        "optimizer": part * size.weight * _MOMENTS,
+        "optimizer": -(-(2 * n if moments is None else moments) // sharded_over) * size.weight,
         **held,
     }
     return estimate | {"total": sum(estimate.values())}

@@ -54,8 +54,8 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
         )
     if recipe.train.teacher is not None and machine.strategy == "fsdp":
         raise UserError("train.teacher needs whole models, which fsdp splits: use --train.strategy ddp")
-    fits_attentions = recipe.train.teacher is not None and recipe.train.imitate == "attention"
-    if fits_attentions and gpt.config.shared_values_width is not None:
+    transfers_attention = recipe.train.teacher is not None and recipe.train.imitate == "attention"
+    if transfers_attention and gpt.config.shared_values_width is not None:
         raise UserError(
             "train.imitate attention trains attentions alone, and value_residual has a part outside of them: "
             "imitate blocks, or logits"

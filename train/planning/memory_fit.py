@@ -48,13 +48,12 @@ def memory_needed(
         accumulates=accumulates,
         gathers_once=gathers_once,
         context_parallel=t.context_parallel,
+        moments=moments(gpt, recipe),
     )
-    del need["total"]
-    n = gpt.num_parameters()
-    need["optimizer"] = need["optimizer"] * moments(gpt, recipe) // (2 * n)  # of AdamW's, by the estimate
     if t.teacher is not None:  # of the same sizes; its weights stay beside the model's
-        need["teacher"] = n * (2 if precision == "bf16-true" else 4)
-    return need | {"total": sum(need.values())}
+        need["teacher"] = gpt.num_parameters() * (2 if precision == "bf16-true" else 4)
+        need["total"] += need["teacher"]
+    return need
 
 
 def moments(gpt: GPT, recipe: Recipe) -> int:
