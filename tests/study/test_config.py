@@ -9,7 +9,7 @@ import pytest
 
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
-from lingpt.study import find_study, read_study, studies
+from lingpt.study import find_study, read_study, studies, with_rows
 from lingpt.study.config import with_started_runs
 from lingpt.study.runs import rate_runs, study_runs
 from lingpt.tests.study.tiny import TINY, write
@@ -121,6 +121,13 @@ def test_a_published_study_is_read(path, tmp_path):
     assert with_started_runs(study, tmp_path) == study
     with pytest.raises(UserError, match="another `learning_rates`"):
         with_started_runs(replace(study, learning_rates=(7.0,)), tmp_path)
+
+
+def test_some_rows_of_a_study_are_a_study(tmp_path):
+    """Guards: a study.json that names a baseline which is none of its rows, and cannot be read again."""
+    study = with_rows(read_study(find_study("search-160m")), ["softmax-best", "hybrid"])
+    (tmp_path / "study.json").write_text(json.dumps(with_started_runs(study, tmp_path).to_dict()))
+    assert read_study(tmp_path / "study.json").baselines == ("softmax-best",)
 
 
 def test_a_study_that_is_no_study(tmp_path):
