@@ -6,7 +6,6 @@ from lingpt.models.attention import (
     ATTENTIONS,
     Attention,
     attention_form,
-    form_parts,
     parse_form,
 )
 from lingpt.models.checkpoint import (
@@ -51,7 +50,6 @@ __all__ = [
     "check_sizes",
     "check_source",
     "export_hf",
-    "form_parts",
     "generate",
     "is_sharded",
     "load_model",

@@ -42,6 +42,8 @@ LOOKS = {
     "ours-gated+output_gate+short_conv+softmax": 3,  # other layers are softmax: a list of them
     "softmax+softmax_conv+softmax_gate": 1,
     "softmax+softmax_conv": 2,
+    "softmax-best": 3,
+    "hybrid-best": 4,
     "gla+short_conv": 1,
     "gla+gla_expand_k=1+short_conv": 2,
 }
@@ -94,4 +96,4 @@ def _attention(form: str) -> str:
     """The attention that the form has its colour from."""
     attention, *options = form.split("+")
     mixed = any(option == "softmax" or option.startswith("softmax_every=") for option in options)
-    return "hybrid" if mixed else attention
+    return "hybrid" if mixed else attention.removesuffix("-best")

@@ -10,7 +10,7 @@ from lingpt.common.format import counted
 from lingpt.common.options import RARE, Option, build, check_options, flatten, options_of, read_values
 from lingpt.common.run_folder import attention_label
 from lingpt.data import DataConfig
-from lingpt.models import ALIASES, ModelArgs, attention_form, form_parts
+from lingpt.models import ModelArgs, attention_form
 
 LARGEST_BATCH = 1 << 20  # sequences; larger ones are typing errors, and each sequence takes an index
 YEAR = 525_600  # minutes
@@ -182,14 +182,8 @@ class Recipe:
         return self.default_name(self.model.name) if self.train.name is None else self.train.name
 
     def default_name(self, of: str) -> str:
-        """`<of>-<attention>`, then its options that are not at their defaults; or `<of>-hybrid` if the form
-        has an alias.
-        """
-        if self.attention_form in ALIASES:
-            return f"{of}-{self.attention_form}"
-        label, options = form_parts(self.model.attention, vars(self.model))
-        changed = [name if value is True else f"{name}_{value}" for name, value in options.items()]
-        return "-".join([of, label, *changed])
+        """`<of>-<attention>`, then options that are not at their defaults: `demo-hybrid-value_residual`."""
+        return "-".join([of, *self.attention_form.replace("=", "_").split(" + ")])
 
     @property
     def run_folder(self) -> Path:

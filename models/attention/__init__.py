@@ -43,9 +43,11 @@ def with_options(cls: type[T]) -> type[T]:
     return cls
 
 
-def form_parts(attention: str | Sequence[str], values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The attention as one word, and those of its options in `values` that are not at their defaults; for a
-    hybrid of `hybrid_layers`, the linear attention, with `softmax_every` among the options.
+def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) -> str:
+    """The attention and those of its options in `values` that are not at their defaults, as text:
+    `ours-gated + output_gate + softmax_every=4`, or `hybrid + value_residual`, as aliases are used.
+
+    `parse_form` reads it, except for a list of layers that is no hybrid of `hybrid_layers`.
     """
     names = [attention] if isinstance(attention, str) else attention
     declared = {n: p for name in names if name in ATTENTIONS for n, p in ATTENTIONS[name].options().items()}
@@ -53,19 +55,13 @@ def form_parts(attention: str | Sequence[str], values: Mapping[str, Any]) -> tup
     label, every = attention_label(attention), values.get(SOFTMAX_EVERY)
     if not isinstance(attention, str) and (hybrid := find_hybrid(attention)):
         label, every = hybrid
-    return label, options if every is None else options | {SOFTMAX_EVERY: every}
-
-
-def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) -> str:
-    """The form as text, `ours-gated + output_gate + softmax_every=4`, from `form_parts`; or its alias
-    `hybrid`.
-
-    `parse_form` reads it, except for a list of layers that is no hybrid of `hybrid_layers`.
-    """
-    label, options = form_parts(attention, values)
-    words = [name if value is True else f"{name}={_text(value)}" for name, value in options.items()]
-    names = {form: name for name, form in ALIASES.items()}
-    return names.get("+".join([label, *words]), " + ".join([label, *words]))
+    if every is not None:
+        options[SOFTMAX_EVERY] = every
+    words = [label, *(name if value is True else f"{name}={_text(value)}" for name, value in options.items())]
+    for alias, form in ALIASES.items():
+        if not set(own := form.split("+")) - set(words):
+            words = [alias, *(word for word in words if word not in own)]
+    return " + ".join(words)
 
 
 def _text(value: Any) -> str:
@@ -119,7 +115,6 @@ __all__ = [
     "Attention",
     "attention_form",
     "attention_options",
-    "form_parts",
     "hybrid_layers",
     "parse_form",
     "unknown_attention",

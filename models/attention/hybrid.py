@@ -10,9 +10,11 @@ from lingpt.common.errors import UserError
 
 SOFTMAX = "softmax"
 SOFTMAX_EVERY = "softmax_every"  # in an attention's form: `ours-gated+softmax_every=6`
-# Aliases for the forms that learn best, with linear attention and without (docs/results/study).
+# Aliases (docs/results/study): the fast hybrid, and what learns best, with linear attention and without.
 ALIASES = {
     "hybrid": f"ours-gated+output_gate+gate_activation=sigmoid+short_conv+{SOFTMAX_EVERY}=6",
+    "hybrid-best": "gla+short_conv+gla_expand_k=1+gate_activation=sigmoid+input_gate"
+    f"+softmax_conv+softmax_gate+softmax_qk_norm+{SOFTMAX_EVERY}=3",
     "softmax-best": f"{SOFTMAX}+softmax_conv+softmax_gate+gate_activation=sigmoid+softmax_qk_norm",
 }
 

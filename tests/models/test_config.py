@@ -8,7 +8,7 @@ import pytest
 
 from lingpt.common.arguments import help_text
 from lingpt.common.errors import UserError
-from lingpt.models import ATTENTIONS, MODELS, Config, ModelArgs, attention_form
+from lingpt.models import ALIASES, ATTENTIONS, MODELS, Config, ModelArgs, attention_form
 from lingpt.models.attention import attention_options
 from lingpt.train.config import Recipe
 from lingpt.train.recipe import parse_recipe
@@ -239,6 +239,13 @@ def test_the_recommended_form_by_its_name():
     assert wider.attention == ["ours-gated", "softmax", "ours-gated"] * 2
     form = attention_form(wider.attention, vars(wider))
     assert form == "ours-gated + output_gate + gate_activation=sigmoid + short_conv + softmax_every=3"
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_alias_and_more_options(alias: str):
+    """Guards: ten words in tables, figures and names of runs for `hybrid-best+value_residual`."""
+    args = ModelArgs("pythia-70m", attention=f"{alias}+value_residual")
+    assert attention_form(args.attention, vars(args)) == f"{alias} + value_residual"
 
 
 @pytest.mark.parametrize("form", ["hybrid", "ours+output_gate"])

@@ -2,6 +2,7 @@
 
 import itertools
 
+from lingpt.models import ALIASES
 from lingpt.plots.palette import COLOURS, DASHES, LOOKS, MARKERS, SHADES, line_styles, shade
 
 
@@ -37,8 +38,8 @@ def test_a_second_line_of_a_form_does_not_take_the_look_of_another():
 
 
 def test_some_softmax_layers_make_a_hybrid():
-    """Crimson: the alias, an option, a list of layers."""
-    forms = ["hybrid", "ours-gated+softmax_every=3", "gla + softmax"]
+    """Crimson: the aliases, an option, a list of layers."""
+    forms = ["hybrid", "hybrid-best + value_residual", "ours-gated+softmax_every=3", "gla + softmax"]
     crimson = [shade(COLOURS["hybrid"], part) for part in SHADES]
     assert {style["color"] for style in line_styles(forms)} <= set(crimson)
 
@@ -49,8 +50,8 @@ def test_names_that_have_no_colour_differ():
 
 
 def test_every_look_is_written_as_it_is_looked_up():
-    """Guards: a form whose options are not sorted, or one by an alias, which no line would ever have."""
+    """Guards: a form whose options are not sorted, or a name that is no alias, which no line has."""
     for form in LOOKS:
         assert form == "+".join([form.split("+")[0], *sorted(form.split("+")[1:])])
-        assert form.split("+")[0] in COLOURS.keys() - {"hybrid"}
+        assert form.split("+")[0] in {*COLOURS, *ALIASES} - {"hybrid"}
     assert len(set(zip(itertools.cycle(DASHES), MARKERS * len(DASHES), strict=False))) == 30

@@ -82,6 +82,8 @@ def test_names():
     assert hybrid.run_name == "demo-ours-softmax_every_4"
     named = Recipe(ModelArgs("pythia-70m", attention="hybrid"), DataConfig(), TrainConfig())
     assert named.run_name == "pythia-70m-hybrid"
+    more = Recipe(ModelArgs(attention="hybrid+value_residual"), DataConfig(), TrainConfig())
+    assert more.run_name == "demo-hybrid-value_residual"
     other = Recipe(ModelArgs(attention=["softmax", "ours", "ours", "ours"]), DataConfig(), TrainConfig())
     assert other.run_name == "demo-softmax+ours", "no hybrid of one word"
     assert recipe(name="mine").run_folder.as_posix() == "runs/mine"
