@@ -129,9 +129,11 @@ def test_the_same_data_is_tokenised_once(config, monkeypatch):
     assert again.fingerprint == first.fingerprint and again.describe()["source"] == str(copy)
 
 
-@pytest.mark.parametrize("change", ["a document", "the tokenizer", "the validation", "the split"])
+@pytest.mark.parametrize("change", ["a document", "the tokenizer", "the validation", "the split", "a share"])
 def test_what_decides_the_tokens_makes_another_entry(config, write_jsonl, texts, tokenizer, change):
     """Nothing stale is ever read."""
+    if change == "a share":
+        config.val_source = None
     before = prepare(config, progress=False).fingerprint
     if change == "a document":
         write_jsonl([*texts(399), "other"], "train.jsonl")
@@ -141,8 +143,10 @@ def test_what_decides_the_tokens_makes_another_entry(config, write_jsonl, texts,
         raw = tokenizers.Tokenizer.from_str(tokenizer.raw.to_str())
         raw.add_tokens(["river"])
         config.tokenizer = str(Tokenizer(raw, "").save(Path(config.cache_dir) / "other"))
-    else:
+    elif change == "the split":
         config.val_source = None
+    else:
+        config.val_fraction *= 2
     assert prepare(config, progress=False).fingerprint != before
     assert len(entries(config)) == 2
 
