@@ -114,6 +114,8 @@ def test_a_mixture_describes_itself(config):
     assert prepare(other, progress=False).fingerprint != dataset.fingerprint
     few = len(dataset.parts[1].train)
     assert dataset.repetitions(few) is None
+    blocks = list(dataset.train)  # to its end, and no further
+    assert torch.equal(torch.stack(blocks), dataset.train.gather(range(len(dataset.train))))
     assert f"{config.source.split(',')[1][:-4]} 3 times" in dataset.repetitions(10 * few)
     assert availability(config).count("found") == 2
     assert availability(replace(config, source=config.source + ",no.jsonl*1")).startswith("NOT FOUND")
@@ -124,6 +126,7 @@ def test_packed_documents_of_a_mixture(config):
     the number of sequences alone."""
     dataset = prepare(replace(config, packing="documents"), progress=False)
     batches, mixture = BatchSampler(dataset.train, 0, 6), dataset.train
+    mixture.parts[1].most += 1  # as of shorter documents than the first's
     for positions in (range(6), range(1, 6, 2), [2]):
         batch = batches.get(3, positions)
         sources, numbers = mixture.split(np.array(batches.indices(3))[list(positions)])

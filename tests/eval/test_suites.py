@@ -74,6 +74,8 @@ def test_bits_per_byte_is_the_loss_over_the_bytes(lm, texts, tokenizer):
         size.append(len(text.encode()))
     metrics = found.metrics
     assert metrics["bits_per_byte"] == pytest.approx(sum(nats) / sum(size) / math.log(2), rel=1e-5)
+    tokens = sum(len(tokenizer.encode(text)) for text in parts)
+    assert metrics["loss"] == pytest.approx(sum(nats) / tokens, rel=1e-5)
     assert found.documents == 6 and list(found.per_document.bytes) == size
     packed = lzma.compress("\n".join(parts).encode(), preset=9)
     assert metrics["xz_bits_per_byte"] == 8 * len(packed) / sum(size)

@@ -1,10 +1,12 @@
 """Curves: drawn from metrics.jsonl alone, and a table whose numbers can be checked by hand."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from lingpt.common.errors import UserError
 from lingpt.common.options import options_of
@@ -25,11 +27,34 @@ from lingpt.plots.curves import (
 from lingpt.plots.palette import COLOURS, SHADES, shade
 
 
-def write_run(folder, attention, seconds_per_step, val, model="demo"):
-    """A run with validation losses `{step: loss}` and training losses on the line through them."""
+@pytest.fixture
+def written():
+    """For a test that looks at the files of the figures; each takes a second."""
+
+
+@pytest.fixture(autouse=True)
+def saved(request, monkeypatch):
+    """The figures that were saved."""
+    kept, save = [], Figure.savefig
+
+    def keep(figure, path, **options):
+        kept.append(figure)
+        save(figure, path, **options) if "written" in request.fixturenames else Path(path).touch()
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    if "written" not in request.fixturenames:
+        monkeypatch.setattr("lingpt.plots.figures._reduce_colours", lambda png: None)
+    return kept
+
+
+def write_run(folder, attention, seconds_per_step, val, record=None, **config):
+    """A run with validation losses `{step: loss}` and training losses on the line through them. config: parts
+    of its recipe; record: its environment."""
     folder.mkdir(parents=True)
-    config = {"model": {"name": model, "attention": attention}}
+    config["model"] = {"name": "demo", "attention": attention} | config.get("model", {})
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    if record:
+        (folder / "environment.json").write_text(json.dumps(record))
     steps = sorted(val)
     losses = np.interp(range(1, steps[-1] + 1), steps, [val[s] for s in steps])
     lines = []
@@ -73,20 +98,13 @@ def test_what_is_said_where_there_is_no_table(tmp_path):
     assert line == "time to loss: the runs have no loss in common, or one has fewer than two points"
 
 
-def test_the_picture_has_both_panels_and_one_colour_an_attention(tmp_path, monkeypatch):
+def test_the_picture_has_both_panels_and_one_colour_an_attention(tmp_path, saved, written):
     """Loss against time and against step; one attention has one colour, its runs differ in its shade, dashes
     and markers. Guards: rows that no legend told apart."""
-    from matplotlib.figure import Figure
-
-    kept = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *a, **k: (kept.append(figure), save(figure, *a, **k))
-    )
     runs = [write_run(tmp_path / n, "ours", 1.0, {10: 4.0, 40: 3.0}) for n in ("x", "y")]
     draw_curves([*runs, write_run(tmp_path / "z", "softmax", 9.0, {10: 4.0, 40: 3.0})], tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    time_panel, token_panel, step_panel = kept[0].axes
+    time_panel, token_panel, step_panel = saved[0].axes
     assert "minutes" in time_panel.get_xlabel() and step_panel.get_xlabel() == "step"
     assert token_panel.get_xlabel() == "tokens"
     assert time_panel.get_ylabel() == "loss (nats per token)"
@@ -126,13 +144,10 @@ def test_runs_of_different_validation_texts_are_marked(tmp_path, capsys):
     """Guards: losses of different texts, or of more and fewer tokens of one, drawn as if one were better."""
     runs = []
     for name, documents, tokens in [("a", 10, 100), ("b", 10, 100), ("c", 11, 100), ("d", 10, 900)]:
-        run = write_run(tmp_path / name, "ours", 1.0, {10: 4.0, 20: 2.0})
-        config = {"model": {"name": "demo", "attention": "ours"}, "train": {"eval_tokens": tokens}}
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
         text = {"documents": documents, "bytes": 1000, "tokens": 900}
         record = {"data": {"tokenizer_hash": "1f", "val": text, "fingerprint": name}}
-        (run / "environment.json").write_text(json.dumps(record))
-        runs.append(run)
+        losses, train = {10: 4.0, 20: 2.0}, {"eval_tokens": tokens}
+        runs.append(write_run(tmp_path / name, "ours", 1.0, losses, record, train=train))
     draw_curves(runs[:2], tmp_path / "out.png")
     assert capsys.readouterr().err == ""
     rows = draw_curves(runs, tmp_path / "out.png")
@@ -146,12 +161,11 @@ def test_the_losses_of_one_of_several_validation_texts(tmp_path, capsys):
     """`--val`: of the runs that have a text of this name, compared where it is the same text."""
     runs = []
     for name, entry in (("a", "1f"), ("b", "1f"), ("c", "2e")):
-        run = write_run(tmp_path / name, "ours", 1.0, {10: 4.0, 20: 2.0})
+        record = {"data": {"val_sources": {"books": {"entry": entry, "tokens": 9}}}}
+        run = write_run(tmp_path / name, "ours", 1.0, {10: 4.0, 20: 2.0}, record)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         lines = [line | {"losses": {"books": line["loss"] + 1}} for line in lines]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        record = {"data": {"val_sources": {"books": {"entry": entry, "tokens": 9}}}}
-        (run / "environment.json").write_text(json.dumps(record))
         runs.append(run)
     assert read_curve(runs[0], val="books").val[:, 2].tolist() == [5.0, 3.0]
     draw_curves(runs[:2], tmp_path / "out.png", val="books")
@@ -185,9 +199,8 @@ def test_the_runs_that_are_drawn(tmp_path, capsys):
 def test_labels_are_attentions_only_where_these_tell_runs_apart(tmp_path):
     a = read_curve(write_run(tmp_path / "a", "ours", 1.0, {2: 4.0, 4: 3.0}), attention_form)
     b = read_curve(write_run(tmp_path / "b", ["ours", "softmax"], 1.0, {2: 4.0, 4: 3.0}), attention_form)
-    c = read_curve(
-        write_run(tmp_path / "c", "gla", 1.0, {2: 4.0, 4: 3.0}, model="pythia-70m"), attention_form
-    )
+    c = write_run(tmp_path / "c", "gla", 1.0, {2: 4.0, 4: 3.0}, model={"name": "pythia-70m"})
+    c = read_curve(c, attention_form)
     assert labels([a, b]) == ["ours", "ours + softmax_every=2"]
     assert labels([a, c]) == ["a", "c"]
 
@@ -219,10 +232,8 @@ def test_means_of_one_name_are_told_apart(tmp_path):
     """Guards: in one folder, seeds of one rate and of another, whose means are called alike."""
     curves = []
     for seed in range(4):
-        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, {2: 4.0, 4: 3.0})
-        config = {"model": {"name": "demo", "attention": "ours"}}
-        config["train"] = {"seed": seed, "learning_rate": seed // 2}
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        train = {"seed": seed, "learning_rate": seed // 2}
+        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, {2: 4.0, 4: 3.0}, train=train)
         curves.append(read_curve(run))
     means = mean_over_seeds(curves)
     assert [mean.runs for mean in means] == [2, 2] and labels(means) == ["a-seed0", "a-seed2"]
@@ -230,10 +241,9 @@ def test_means_of_one_name_are_told_apart(tmp_path):
 
 def test_forms_of_one_attention_have_their_options_as_labels(tmp_path):
     """Guards: a run with the output gate that stood in the legend under the name of one without."""
-    plain = write_run(tmp_path / "a", "ours-gated", 1.0, {2: 4.0, 4: 3.0})
-    gated = write_run(tmp_path / "b", "ours-gated", 1.0, {2: 4.0, 4: 3.0})
-    config = {"model": {"name": "demo", "attention": "ours-gated", "output_gate": True}}
-    (gated / "config.yaml").write_text(yaml.safe_dump(config))
+    losses = {2: 4.0, 4: 3.0}
+    plain = write_run(tmp_path / "a", "ours-gated", 1.0, losses)
+    gated = write_run(tmp_path / "b", "ours-gated", 1.0, losses, model={"output_gate": True})
     curves = [read_curve(plain, attention_form), read_curve(gated, attention_form)]
     assert labels(curves) == ["ours-gated", "ours-gated + output_gate"]
     assert find_curve([curves[1]], "ours-gated") == 0  # its attention names it, too
@@ -249,12 +259,10 @@ def test_a_step_that_is_there_twice_counts_once(tmp_path):
     assert np.array_equal(again.val, whole.val) and np.array_equal(again.train, whole.train)
 
 
-def test_a_seed_without_training_losses_is_drawn(tmp_path):
+def test_a_seed_without_training_losses_is_drawn(tmp_path, written):
     """Guards: a seed whose metrics were damaged and that went on from its last checkpoint: one validation."""
-    runs = [write_run(tmp_path / f"a-seed{i}", "ours", 1.0, {2: 4.0, 4: 3.0}) for i in range(2)]
-    for i, run in enumerate(runs):
-        config = {"model": {"name": "demo", "attention": "ours"}, "train": {"seed": i}}
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    names = [tmp_path / f"a-seed{i}" for i in range(2)]
+    runs = [write_run(n, "ours", 1.0, {2: 4.0, 4: 3.0}, train={"seed": i}) for i, n in enumerate(names)]
     (runs[1] / "metrics.jsonl").write_text(
         '{"kind": "val", "step": 4, "tokens": 4, "train_time": 4.0, "loss": 3.0}\n'
     )
@@ -267,11 +275,10 @@ def test_seeds_that_share_no_step_stay_apart(tmp_path):
     """Guards: an IndexError, where each was logged at steps of its own."""
     runs = []
     for seed in (0, 1):
-        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, {step + seed: 4.0 - step for step in (1, 3)})
+        losses = {1 + seed: 3.0, 3 + seed: 1.0}
+        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, losses, train={"seed": seed})
         lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
         (run / "metrics.jsonl").write_text("".join(line for line in lines if '"val"' in line))
-        config = {"model": {"name": "demo", "attention": "ours"}, "train": {"seed": seed}}
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
         runs.append(run)
     assert len(draw_curves(runs, tmp_path / "out.png")) > 1
     curves = mean_over_seeds([read_curve(run) for run in runs])
@@ -283,9 +290,8 @@ def test_runs_of_one_seed_are_compared(tmp_path):
     seed beside them makes no mean of either."""
     curves = []
     for name, seed in (("before", 0), ("after", 0), ("after-seed1", 1)):
-        run = write_run(tmp_path / name, "ours", 1.0, {2: 4.0, 4: 3.0})
-        config = {"model": {"name": "demo", "attention": "ours"}, "train": {"seed": seed, "name": name}}
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        train = {"seed": seed, "name": name}
+        run = write_run(tmp_path / name, "ours", 1.0, {2: 4.0, 4: 3.0}, train=train)
         curves.append(read_curve(run))
     for found in (curves[:2], curves):
         apart = mean_over_seeds(found)
@@ -300,10 +306,8 @@ def test_texts_of_one_name_are_told_apart(tmp_path):
     for i, (source, fingerprint) in enumerate(
         [("/data/wiki/train.jsonl", "1f"), ("wiki/train.jsonl", "1f"), ("/data/books/train.jsonl", "2e")]
     ):
-        run = write_run(tmp_path / f"{i}", "ours", 1.0, {2: 4.0})
-        config = {"model": {"name": "demo", "attention": "ours"}, "data": {"source": source}}
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
-        (run / "environment.json").write_text(json.dumps({"data": {"fingerprint": fingerprint}}))
+        record = {"data": {"fingerprint": fingerprint}}
+        run = write_run(tmp_path / f"{i}", "ours", 1.0, {2: 4.0}, record, data={"source": source})
         curves.append(read_curve(run))
     assert caption(curves[:2]).endswith("\ntrain.jsonl.")
     assert caption(curves).endswith("\nwiki/train.jsonl and books/train.jsonl.")
@@ -314,11 +318,9 @@ def test_seeds_whose_data_has_moved_are_one_curve(tmp_path):
     of other data is apart, though its path is the same."""
     curves = []
     for seed, (source, fingerprint) in enumerate([("/old/wiki", "1f"), ("wiki", "1f"), ("wiki", "2e")]):
-        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, {2: 4.0})
-        config = {"model": {"name": "demo", "attention": "ours"}, "data": {"source": source}}
+        record, config = {"data": {"fingerprint": fingerprint}}, {"data": {"source": source}}
         config["train"] = {"seed": seed}
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
-        (run / "environment.json").write_text(json.dumps({"data": {"fingerprint": fingerprint}}))
+        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, {2: 4.0}, record, **config)
         curves.append(read_curve(run))
     assert [curve.runs for curve in mean_over_seeds(curves)] == [2, 1]
 
@@ -334,9 +336,8 @@ def test_seeds_recorded_before_and_after_an_option_came_are_one_curve(tmp_path):
     ]
     curves = []
     for seed, (model, train) in enumerate(runs):
-        run = write_run(tmp_path / f"a-seed{seed}", "softmax", 1.0, {2: 4.0})
-        model, train = {"name": "demo", "attention": "softmax"} | model, {"seed": seed} | train
-        (run / "config.yaml").write_text(yaml.safe_dump({"model": model, "train": train}))
+        config = {"model": model, "train": {"seed": seed} | train}
+        run = write_run(tmp_path / f"a-seed{seed}", "softmax", 1.0, {2: 4.0}, **config)
         curves.append(read_curve(run, attention_form))
     assert [curve.runs for curve in mean_over_seeds(curves)] == [2, 1, 1]
 
@@ -360,9 +361,8 @@ def test_seeds_with_other_bookkeeping_are_one_curve(tmp_path):
     ]
     curves = []
     for seed, train in enumerate(runs):
-        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, {2: 4.0})
-        config = {"model": {"name": "demo", "attention": "ours"}, "train": {"seed": seed} | train}
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        train = {"seed": seed} | train
+        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, {2: 4.0}, train=train)
         curves.append(read_curve(run))
     assert [curve.runs for curve in mean_over_seeds(curves)] == [3, 1, 1, 1]
 
@@ -380,10 +380,8 @@ def test_a_legend_that_does_not_fit_stands_beside_the_panels(tmp_path):
     assert figure.axes[-1].get_window_extent().x1 < box.x0 and box.x1 <= figure.bbox.width
 
 
-def test_spikes_and_skipped_steps_are_marked(tmp_path, monkeypatch):
+def test_spikes_and_skipped_steps_are_marked(tmp_path, saved):
     """A spike stands out of the noise before it; neither the first fall nor the noise is one."""
-    from matplotlib.figure import Figure
-
     rng = np.random.default_rng(0)
     loss = 3 + 5 * np.exp(-np.arange(400) / 40) + 0.05 * rng.normal(size=400)
     assert spikes(loss).tolist() == []
@@ -395,15 +393,11 @@ def test_spikes_and_skipped_steps_are_marked(tmp_path, monkeypatch):
     rows = [line | {"loss": float(x)} for line, x in zip(clock, loss, strict=False)]
     rows.append(clock[-1] | {"loss": None, "skipped": True})
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kept, save = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *a, **k: (kept.append(figure), save(figure, *a, **k))
-    )
     draw_curves([run], tmp_path / "out.png")
-    by_step = kept[0].axes[2]
+    by_step = saved[0].axes[2]
     marks = {line.get_marker(): list(line.get_xdata()) for line in by_step.lines if len(line.get_xdata())}
     assert marks["v"] == [201, 301] and marks["x"] == [401]
-    assert "▾ loss spike" in kept[0].texts[-1].get_text()
+    assert "▾ loss spike" in saved[0].texts[-1].get_text()
 
 
 def test_a_long_run_is_drawn_with_few_points(tmp_path):
@@ -415,16 +409,13 @@ def test_a_long_run_is_drawn_with_few_points(tmp_path):
     assert every.get_ydata().max() == 20 and averaged.get_xdata()[[0, -1]].tolist() == [1, 9000]
 
 
-def test_smoothing_keeps_a_constant_and_follows_a_fall():
+def test_smoothing_does_not_lag_and_takes_noise_away():
+    """Of a line it is the line, nearly so where the window is cut off; of noise, a fraction, also at the
+    ends."""
     np.testing.assert_allclose(smooth(np.full(500, 3.0)), 3.0)
     falling = np.linspace(5, 3, 500)
-    assert np.abs(smooth(falling) - falling).max() < 0.1
-
-
-def test_smoothing_does_not_lag_and_takes_noise_away():
-    """Of a line it is the line, but where the window is cut off; of noise, a fraction, also at the ends."""
-    falling = np.linspace(5, 3, 500)
     np.testing.assert_allclose(smooth(falling)[5:-5], falling[5:-5])
+    assert np.abs(smooth(falling) - falling).max() < 0.1
     noise = np.random.default_rng(0).normal(size=5000)
     assert smooth(noise).std() < 0.2 and np.abs(smooth(noise)[[0, -1]]).max() < 0.5
     assert len(smooth(noise[:3])) == 3
@@ -492,7 +483,7 @@ def test_a_baseline_by_choice(tmp_path):
     assert not (tmp_path / "other.png").exists()
 
 
-def test_a_picture_of_no_known_kind_is_one_line(tmp_path):
+def test_a_picture_of_no_known_kind_is_one_line(tmp_path, written):
     run = write_run(tmp_path / "a", "ours", 1.0, {10: 4.0, 20: 2.0})
     with pytest.raises(UserError, match=r"cannot draw a \.xyz: end --out in one of .*\.png"):
         draw_curves([run], tmp_path / "x.xyz")
@@ -500,20 +491,21 @@ def test_a_picture_of_no_known_kind_is_one_line(tmp_path):
     assert b"<svg" in (tmp_path / "x.SVG").read_bytes()
 
 
-@pytest.mark.parametrize("count", [2, 7])
-def test_a_dollar_in_a_name_begins_no_formula(tmp_path, count):
+@pytest.mark.parametrize("count", [2, 7])  # legends in a panel, and beside the panels
+def test_a_dollar_in_a_name_begins_no_formula(tmp_path, count, written):
     """Guards: it ended `lingpt curves` in a traceback, in the panel's legend and in the one beside it."""
-    runs = [write_run(tmp_path / f"x_{{${i}", "ours", 1.0, {10: 4.0}, "$x_{$") for i in range(count)]
+    model = {"name": "$x_{$"}
+    runs = [write_run(tmp_path / f"x_{{${i}", "ours", 1.0, {10: 4.0}, model=model) for i in range(count)]
     draw_curves(runs, tmp_path / "out.png")
 
 
-def test_a_run_with_a_validation_and_nothing_else_is_drawn(tmp_path):
+def test_a_run_with_a_validation_and_nothing_else_is_drawn(tmp_path, written):
     run = write_run(tmp_path / "a", "ours", 1.0, {2: 4.0})
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert draw_curves([run], tmp_path / "out.png") == []
 
 
-def test_seeds_are_one_curve_with_a_band(tmp_path):
+def test_seeds_are_one_curve_with_a_band(tmp_path, written):
     """The mean at the steps that both have, between the lowest and the highest; another rate stays apart."""
     runs = []
     for name, rate, seed, val in [
@@ -521,16 +513,12 @@ def test_seeds_are_one_curve_with_a_band(tmp_path):
         ("gla-seed1", 1e-3, 1, {10: 5.0, 20: 3.0, 25: 1.0}),
         ("gla-fast", 3e-3, 0, {10: 4.0, 20: 2.0}),
     ]:
-        run = write_run(tmp_path / name, "gla", 1.0 + seed, val)
-        config = yaml.safe_load((run / "config.yaml").read_text())
         folder = "/data/wiki" if name == "gla-fast" else "wiki"  # the same text elsewhere
-        config |= {"data": {"source": f"{folder}/x.jsonl", "seq_len": 32}}
+        config = {"data": {"source": f"{folder}/x.jsonl", "seq_len": 32}}
         config |= {"train": {"seed": seed, "learning_rate": rate, "global_batch_size": 8}}
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
         machine = {"name": "NVIDIA H200", "world_size": 1, "precision": "bf16-mixed"}
         record = {"hardware": machine, "data": {"fingerprint": "1f"}}
-        (run / "environment.json").write_text(json.dumps(record))
-        runs.append(run)
+        runs.append(write_run(tmp_path / name, "gla", 1.0 + seed, val, record, **config))
     mean, alone = mean_over_seeds([read_curve(run) for run in runs])
     assert (mean.name, mean.runs, alone.name, alone.runs) == ("gla", 2, "gla-fast", 1)
     assert mean.val.tolist() == [[10, 15.0, 4.5, 10], [20, 30.0, 2.5, 20]] and len(mean.train) == 20

@@ -164,10 +164,14 @@ def test_a_student_takes_no_option_of_its_teacher_that_it_cannot_have(make_recip
     assert (t.optimizer, t.muon_learning_rate, t.learning_rate) == ("muon", 2e-3, 5e-4)
 
 
-def test_a_replay_says_that_the_run_had_a_teacher(make_recipe):
-    """Guards: the loss of the next token beside that of imitation, as if both were the same."""
+def test_a_replay_says_that_the_run_had_a_teacher(make_recipe, monkeypatch):
+    """Guards: the loss of the next token beside that of imitation, as if both were the same. The loss knows
+    how much of the run is done."""
+    done, forward = [], LogitsLoss.forward
+    monkeypatch.setattr(LogitsLoss, "forward", lambda x, batch: done.append(x.progress) or forward(x, batch))
     teacher = train(make_recipe(name="teacher", max_steps=1))
     student = train(make_recipe(name="student", max_steps=2, save_interval=1, teacher=str(teacher)))
+    assert done[:4] == [0.0, 0.0, 0.5, 0.5]  # two micro-batches a step
     said = f"not as it was trained: to imitate {teacher} then, the loss of the next token now"
     assert said in replay(student, 2, device="cpu").splitlines()
 
