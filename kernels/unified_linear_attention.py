@@ -176,7 +176,8 @@ def _attend(backend, q, k, v, l, r, state, chunk_size):
         return recurrent(q, k, v, l, r, state)
     if backend == "cuda":
         return by_kernels(q, k, v, l, r, state)
-    return _Forward.apply(q, k, v, l, r, _or_zeros(state, q, v), backend, chunk_size)
+    y, final = _Forward.apply(q, k, v, l, r, _or_zeros(state, q, v), backend, chunk_size)
+    return y.to(q.dtype), final
 
 
 def by_kernels(
@@ -237,7 +238,8 @@ def recurrent(
 
 
 class _Forward(torch.autograd.Function):
-    """y and the final state; the backward pass is the same function, with its arguments in other places."""
+    """y and the final state, both in the state's dtype, as dr is a difference of sums with y. The backward
+    pass is the same function, with its arguments in other places."""
 
     @staticmethod
     def forward(ctx, q, k, v, l, r, state, backend, chunk_size):
@@ -255,7 +257,7 @@ class _Forward(torch.autograd.Function):
         q, k, v, l, r, state, y, final = ctx.saved_tensors
         wide, options = state.dtype, ctx.options
         # In fp32, as the gradients of the decays are differences of the others.
-        q_, k_, v_, dy, y = (x.to(wide) for x in (q, k, v, dy, y))
+        q_, k_, v_ = (x.to(wide) for x in (q, k, v))
         dq = unified_linear_attention(dy, v_, k_, r, l, initial_state=state.mT, **options)
         dk = unified_linear_attention(v_, dy, q_, r, l, reverse=True, initial_state=dfinal.mT, **options)
         dv, dstate = unified_linear_attention_with_state(
@@ -301,10 +303,10 @@ def _chunkwise(q, k, v, l, r, state, chunk_size):
         before.append(state)
         state = whole[:, :, chunk] * state + sums[:, :, chunk]
     if not before:
-        return torch.zeros_like(v), state.clone()
+        return v.to(dtype, copy=True), state.clone()
     past = ((Q * from_start_L) @ torch.stack(before, 2)) * from_start_R
     y = _weighted_sums(_scores(Q, K, L), V, R) + past
-    return to_tokens(y, N).to(q.dtype).contiguous(), state
+    return to_tokens(y, N).contiguous(), state
 
 
 def _scores(Q: Tensor, K: Tensor, L: Tensor) -> Tensor:

@@ -178,6 +178,23 @@ def test_fp32_is_near_float64_over_long_and_steep_sequences(left):
     assert (ours - exact).norm() < 1e-5 * exact.norm()
 
 
+@pytest.mark.parametrize("right", ["head", "token", "channel"])
+def test_the_decays_gradients_in_16_bits_are_near_float64(right):
+    """Guards: the right decay's, a difference of sums with y, from a y that is rounded."""
+    rows = [x.detach().bfloat16() for x in inputs()[:3]]
+    decays = [decay(kind, D, 5).detach().clamp(min=-5).float() for kind, D in (("token", DK), (right, DV))]
+    dy = randn(B, N, H, DV, seed=7).bfloat16()
+
+    def gradients(*tensors):
+        *given, dy, left, right = tensors
+        wanted = [x.requires_grad_() for x in (left, right)]
+        return torch.autograd.grad(unified_linear_attention(*given, *wanted), wanted, dy)
+
+    exact = gradients(*(x.double() for x in (*rows, dy, *decays)))
+    for ours, theirs in zip(gradients(*rows, dy, *decays), exact, strict=True):
+        assert (ours - theirs).norm() < 1e-4 * theirs.norm()
+
+
 @pytest.mark.parametrize("chunk_size", [16, 32, 128])
 def test_the_chunk_size_changes_nothing_but_rounding(chunk_size):
     q, k, v, l, r, _ = inputs("channel", "channel")
