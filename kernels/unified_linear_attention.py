@@ -293,8 +293,8 @@ def _chunkwise(q, k, v, l, r, state, chunk_size):
     C = min(chunk_size, BLOCK * max(1, -(-N // BLOCK)))
     Q, K, V = (pad_to_chunks(x.to(dtype), C) for x in (q, k, v))
     L, R = (pad_to_chunks(x.double(), C).cumsum(3) for x in (l, r))
-    from_start_L, from_start_R = L.exp().to(dtype), R.exp().to(dtype)
-    to_end_L, to_end_R = ((X[..., -1:, :] - X).exp().to(dtype) for X in (L, R))
+    from_start_L, from_start_R = L.to(dtype).exp(), R.to(dtype).exp()
+    to_end_L, to_end_R = ((X[..., -1:, :] - X).to(dtype).exp() for X in (L, R))
 
     sums = (K * to_end_L).mT @ (V * to_end_R)  # [B, H, chunks, Dk, Dv]
     whole = from_start_L[..., -1:, :].mT * from_start_R[..., -1:, :]
@@ -305,24 +305,25 @@ def _chunkwise(q, k, v, l, r, state, chunk_size):
     if not before:
         return v.to(dtype, copy=True), state.clone()
     past = ((Q * from_start_L) @ torch.stack(before, 2)) * from_start_R
-    y = _weighted_sums(_scores(Q, K, L), V, R) + past
+    y = _weighted_sums(scores(Q, K, L), V, R) + past
     return to_tokens(y, N).contiguous(), state
 
 
-def _scores(Q: Tensor, K: Tensor, L: Tensor) -> Tensor:
-    """Σ_d q_id k_jd exp(L_id − L_jd) for j ≤ i, else 0: [.., C, C]."""
+def scores(Q: Tensor, K: Tensor, L: Tensor) -> Tensor:
+    """Σ_d q_id k_jd exp(L_id − L_jd) for j ≤ i, else 0: [.., C, C]. C: a multiple of BLOCK."""
     C = Q.shape[-2]
     if L.shape[-1] == 1:
         return (Q @ K.mT) * _decays_within(L, Q.dtype).squeeze(-1)
-    scores = Q.new_zeros(*Q.shape[:-1], C)
+    P = Q.new_zeros(*Q.shape[:-1], C)
     for first in range(0, C, BLOCK):
         rows, past = slice(first, first + BLOCK), slice(0, first)
-        fade = _decays_within(L[..., rows, :], Q.dtype)
-        block = torch.einsum("...id,...jd,...ijd->...ij", Q[..., rows, :], K[..., rows, :], fade)
-        scores[..., rows, rows] = block
         q_fade, k_fade = _around(L, rows, past, Q.dtype)
-        scores[..., rows, past] = (Q[..., rows, :] * q_fade) @ (K[..., past, :] * k_fade).mT
-    return scores
+        P[..., rows, past] = (Q[..., rows, :] * q_fade) @ (K[..., past, :] * k_fade).mT
+        for j in range(first, first + BLOCK):  # a column at a time, so that memory stays O(N·Dk)
+            column = slice(j, first + BLOCK)
+            fade = (L[..., column, :] - L[..., j : j + 1, :]).to(Q.dtype).exp()
+            P[..., column, j] = (Q[..., column, :] * K[..., j : j + 1, :] * fade).sum(-1)
+    return P
 
 
 def _weighted_sums(P: Tensor, V: Tensor, R: Tensor) -> Tensor:
@@ -345,13 +346,13 @@ def _decays_within(G: Tensor, dtype: torch.dtype) -> Tensor:
     C = G.shape[-2]
     causal = torch.ones(C, C, dtype=torch.bool, device=G.device).tril()[..., None]
     differences = G[..., :, None, :] - G[..., None, :, :]
-    return differences.masked_fill(~causal, float("-inf")).exp().to(dtype)
+    return differences.masked_fill(~causal, float("-inf")).to(dtype).exp()
 
 
 def _around(G: Tensor, rows: slice, past: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """exp(G_i − G_r) of `rows` and exp(G_r − G_j) of `past`, r the first row: neither exceeds 1."""
     reference = G[..., rows, :][..., :1, :]
-    return (G[..., rows, :] - reference).exp().to(dtype), (reference - G[..., past, :]).exp().to(dtype)
+    return (G[..., rows, :] - reference).to(dtype).exp(), (reference - G[..., past, :]).to(dtype).exp()
 
 
 # The arguments.
