@@ -241,16 +241,20 @@ class _Forward(torch.autograd.Function):
     """y and the final state, both in the state's dtype, as dr is a difference of sums with y. The backward
     pass is the same function, with its arguments in other places."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, q, k, v, l, r, state, backend, chunk_size):
+    def forward(q, k, v, l, r, state, backend, chunk_size):
         with torch.no_grad(), true_fp32(q.device):
             if backend == "cuda":
-                y, final = _recurrence(q, k, v, l, r, state)
-            else:
-                y, final = _chunkwise(q, k, v, l, r, state, chunk_size)
-        ctx.save_for_backward(q, k, v, l, r, state, y, final)
+                return _recurrence(q, k, v, l, r, state)
+            return _chunkwise(q, k, v, l, r, state, chunk_size)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, backend, chunk_size = inputs
+        ctx.save_for_backward(*tensors, *output)
         ctx.options = {"backend": backend} | ({"chunk_size": chunk_size} if chunk_size else {})
-        return y, final
 
     @staticmethod
     def backward(ctx, dy, dfinal):

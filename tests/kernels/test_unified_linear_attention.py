@@ -167,6 +167,21 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(unified_linear_attention, few, fast_mode=True)
 
 
+def test_transforms_of_torch_func():
+    """Guards: an autograd function that refuses them, in words about its own code."""
+    q, k, v, l, r, _ = (None if x is None else x.detach() for x in inputs("channel", "head"))
+
+    def loss(q, k, v, l):
+        return unified_linear_attention(q, k, v, l, r).square().sum()
+
+    two = [torch.stack((x, 0.5 * x)) for x in (q, k, v, l)]
+    found = torch.func.vmap(torch.func.grad(loss))(*two)
+    for i in range(2):
+        q = two[0][i].requires_grad_()
+        (dq,) = torch.autograd.grad(loss(q, *(x[i] for x in two[1:])), q)
+        torch.testing.assert_close(found[i], dq)
+
+
 @pytest.mark.parametrize("left", ["token", "channel"])
 def test_fp32_is_near_float64_over_long_and_steep_sequences(left):
     """Guards: exponents above 0, which overflow where decays are steep."""
