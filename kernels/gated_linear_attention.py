@@ -24,6 +24,7 @@ from lingpt.common.install import install_command
 from lingpt.common.local_rank import local_rank
 from lingpt.kernels import unified_linear_attention as unified
 from lingpt.kernels.channel_decay_operator import CHUNK, backward_flops, forward_flops
+from lingpt.kernels.checks import NUMBERS, shown
 from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import (
     LOG_ZERO,
@@ -101,6 +102,8 @@ def gated_linear_attention_with_state(
 ) -> tuple[Tensor, Tensor]:
     """`gated_linear_attention` and the state after the last token: (o, state)."""
     _check(q, k, v, log_gate, initial_state, cu_seqlens)
+    if scale is not None and not isinstance(scale, NUMBERS):
+        raise UserError(f"scale must be a number; got {shown(scale)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None:
         first = first_tokens(cu_seqlens, *q.shape[:2])

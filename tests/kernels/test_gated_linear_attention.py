@@ -242,6 +242,7 @@ def test_flops():
 WRONG = {
     "gate's shape": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g[..., :1]), "log_gate"),
     "number": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, 0.1), "log_gate must be a tensor"),
+    "scale": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, scale=s), "scale must be a number"),
     "borders": (
         lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, cu_seqlens=[0, 2]),
         "cu_seqlens must be a tensor",
