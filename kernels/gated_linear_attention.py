@@ -198,7 +198,7 @@ def _chunk_gla(q, k, v, log_gate, initial_state, scale):
 # (exp(−G_j)). So every exponent below is a difference that is ≤ 0 (section 4.3 of the paper, "secondary-level
 # chunking"):
 #   across chunks       exp(G_i) from the chunk's start, exp(G_C − G_j) to its end;
-#   across sub-chunks   exp(G_i − R) · exp(R − G_j), R being G just before the row's sub-chunk;
+#   across sub-chunks   exp(G_i − R) · exp(R − G_j), R being G at the first token of the row's sub-chunk;
 #   within a sub-chunk  exp(G_i − G_j) itself, one column at a time, so that memory stays O(N·Dk).
 
 
@@ -316,7 +316,7 @@ def _scores_backward(dA: Tensor, Q: Tensor, K: Tensor, G: Tensor) -> tuple[Tenso
         rows = slice(start, start + c)
         q, k, g, dq, dk = (x[..., rows, :] for x in (Q, K, G, dQ, dK))
         if start:
-            R, da = G[..., start - 1 : start, :], dA[..., rows, :start]
+            R, da = g[..., :1, :], dA[..., rows, :start]
             row_fade, column_fade = _fade(g - R, q), _fade(R - G[..., :start, :], q)
             dq += row_fade * (da @ (K[..., :start, :] * column_fade))
             dK[..., :start, :] += column_fade * (da.mT @ (q * row_fade))
