@@ -24,6 +24,7 @@ from lingpt.common.install import install_command
 from lingpt.common.local_rank import local_rank
 from lingpt.kernels import unified_linear_attention as unified
 from lingpt.kernels.channel_decay_operator import CHUNK, backward_flops, forward_flops
+from lingpt.kernels.checks import NUMBERS, shown
 from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import (
     LOG_ZERO,
@@ -35,7 +36,6 @@ from lingpt.kernels.numerics import (
     true_fp32,
 )
 
-SUBCHUNK = 16
 BACKENDS = (*unified.BACKENDS, "fla")
 HAS_FLA = importlib.util.find_spec("fla") is not None
 _TRITON_LOCK = threading.Lock()  # evaluation has a thread per GPU; Triton's autotuners serve one at a time
@@ -102,6 +102,8 @@ def gated_linear_attention_with_state(
 ) -> tuple[Tensor, Tensor]:
     """`gated_linear_attention` and the state after the last token: (o, state)."""
     _check(q, k, v, log_gate, initial_state, cu_seqlens)
+    if scale is not None and not isinstance(scale, NUMBERS):
+        raise UserError(f"scale must be a number; got {shown(scale)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None:
         first = first_tokens(cu_seqlens, *q.shape[:2])
@@ -196,7 +198,7 @@ def _chunk_gla(q, k, v, log_gate, initial_state, scale):
 # (exp(−G_j)). So every exponent below is a difference that is ≤ 0 (section 4.3 of the paper, "secondary-level
 # chunking"):
 #   across chunks       exp(G_i) from the chunk's start, exp(G_C − G_j) to its end;
-#   across sub-chunks   exp(G_i − R) · exp(R − G_j), R being G just before the row's sub-chunk;
+#   across sub-chunks   exp(G_i − R) · exp(R − G_j), R being G at the first token of the row's sub-chunk;
 #   within a sub-chunk  exp(G_i − G_j) itself, one column at a time, so that memory stays O(N·Dk).
 
 
@@ -207,7 +209,7 @@ def _chunkwise(
     with torch.no_grad(), true_fp32(q.device):
         Q, K, V, G = _chunks(q, k, v, log_gate, scale)
         before, final = _states(K, V, G, state)
-        o = _scores(Q, K, G) @ V + (Q * _fade(G, Q)) @ before
+        o = unified.scores(Q, K, G) @ V + (Q * _fade(G, Q)) @ before
         return to_tokens(o, q.shape[1]).to(q.dtype).contiguous(), final
 
 
@@ -227,7 +229,7 @@ def _chunkwise_backward(
         dQ, dK = _scores_backward((dO @ V.mT).tril_(), Q, K, G)
         dQ += from_start * (dO @ before.mT)
         dK += to_end * (V @ after.mT)
-        dV = _scores(Q, K, G).mT @ dO + (K * to_end) @ after
+        dV = unified.scores(Q, K, G).mT @ dO + (K * to_end) @ after
 
         # G_i enters as a factor of q_i, −G_j as one of k_j. A gate's gradient sums over later tokens; for
         # later chunks it is that of the state at the chunk's end, so that little rounding accumulates.
@@ -273,7 +275,7 @@ def _chunks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """scale·q, k and v in chunks, and G. The last chunk is padded with zeros (and gates of 1)."""
     dtype, N = state_dtype(q.dtype), q.shape[1]
-    C = min(CHUNK, SUBCHUNK * max(1, -(-N // SUBCHUNK)))
+    C = min(CHUNK, unified.BLOCK * max(1, -(-N // unified.BLOCK)))
     Q, K, V, gates = (pad_to_chunks(x.to(dtype), C) for x in (q, k, v, log_gate))
     return Q * scale, K, V, gates.double().cumsum(3)
 
@@ -306,33 +308,15 @@ def _adjoints(Q: Tensor, dO: Tensor, G: Tensor, dfinal: Tensor | None) -> tuple[
     return sums, adjoint
 
 
-def _scores(Q: Tensor, K: Tensor, G: Tensor) -> Tensor:
-    """A_ij = Σ_d q_id k_jd exp(G_id − G_jd) for j ≤ i within each chunk, else 0: [B, H, chunks, C, C]."""
-    C, c = Q.shape[-2], SUBCHUNK
-    A = Q.new_zeros(*Q.shape[:-1], C)
-    for start in range(0, C, c):
-        rows = slice(start, start + c)
-        q, k, g = Q[..., rows, :], K[..., rows, :], G[..., rows, :]
-        if start:
-            R = G[..., start - 1 : start, :]
-            A[..., rows, :start] = (q * _fade(g - R, q)) @ (
-                K[..., :start, :] * _fade(R - G[..., :start, :], q)
-            ).mT
-        for j in range(c):
-            fade = _fade(g[..., j:, :] - g[..., j : j + 1, :], q)
-            A[..., start + j : start + c, start + j] = (q[..., j:, :] * k[..., j : j + 1, :] * fade).sum(-1)
-    return A
-
-
 def _scores_backward(dA: Tensor, Q: Tensor, K: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of Q and K, given that of `_scores` (dA, zero above the diagonal)."""
-    C, c = Q.shape[-2], SUBCHUNK
+    """The gradients of Q and K, given that of `unified.scores` (dA, zero above the diagonal)."""
+    C, c = Q.shape[-2], unified.BLOCK
     dQ, dK = torch.zeros_like(Q), torch.zeros_like(K)
     for start in range(0, C, c):
         rows = slice(start, start + c)
         q, k, g, dq, dk = (x[..., rows, :] for x in (Q, K, G, dQ, dK))
         if start:
-            R, da = G[..., start - 1 : start, :], dA[..., rows, :start]
+            R, da = g[..., :1, :], dA[..., rows, :start]
             row_fade, column_fade = _fade(g - R, q), _fade(R - G[..., :start, :], q)
             dq += row_fade * (da @ (K[..., :start, :] * column_fade))
             dK[..., :start, :] += column_fade * (da.mT @ (q * row_fade))

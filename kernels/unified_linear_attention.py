@@ -176,7 +176,8 @@ def _attend(backend, q, k, v, l, r, state, chunk_size):
         return recurrent(q, k, v, l, r, state)
     if backend == "cuda":
         return by_kernels(q, k, v, l, r, state)
-    return _Forward.apply(q, k, v, l, r, _or_zeros(state, q, v), backend, chunk_size)
+    y, final = _Forward.apply(q, k, v, l, r, _or_zeros(state, q, v), backend, chunk_size)
+    return y.to(q.dtype), final
 
 
 def by_kernels(
@@ -237,25 +238,30 @@ def recurrent(
 
 
 class _Forward(torch.autograd.Function):
-    """y and the final state; the backward pass is the same function, with its arguments in other places."""
+    """y and the final state, both in the state's dtype, as dr is a difference of sums with y. The backward
+    pass is the same function, with its arguments in other places."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, q, k, v, l, r, state, backend, chunk_size):
+    def forward(q, k, v, l, r, state, backend, chunk_size):
         with torch.no_grad(), true_fp32(q.device):
             if backend == "cuda":
-                y, final = _recurrence(q, k, v, l, r, state)
-            else:
-                y, final = _chunkwise(q, k, v, l, r, state, chunk_size)
-        ctx.save_for_backward(q, k, v, l, r, state, y, final)
+                return _recurrence(q, k, v, l, r, state)
+            return _chunkwise(q, k, v, l, r, state, chunk_size)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, backend, chunk_size = inputs
+        ctx.save_for_backward(*tensors, *output)
         ctx.options = {"backend": backend} | ({"chunk_size": chunk_size} if chunk_size else {})
-        return y, final
 
     @staticmethod
     def backward(ctx, dy, dfinal):
         q, k, v, l, r, state, y, final = ctx.saved_tensors
         wide, options = state.dtype, ctx.options
         # In fp32, as the gradients of the decays are differences of the others.
-        q_, k_, v_, dy, y = (x.to(wide) for x in (q, k, v, dy, y))
+        q_, k_, v_ = (x.to(wide) for x in (q, k, v))
         dq = unified_linear_attention(dy, v_, k_, r, l, initial_state=state.mT, **options)
         dk = unified_linear_attention(v_, dy, q_, r, l, reverse=True, initial_state=dfinal.mT, **options)
         dv, dstate = unified_linear_attention_with_state(
@@ -291,8 +297,8 @@ def _chunkwise(q, k, v, l, r, state, chunk_size):
     C = min(chunk_size, BLOCK * max(1, -(-N // BLOCK)))
     Q, K, V = (pad_to_chunks(x.to(dtype), C) for x in (q, k, v))
     L, R = (pad_to_chunks(x.double(), C).cumsum(3) for x in (l, r))
-    from_start_L, from_start_R = L.exp().to(dtype), R.exp().to(dtype)
-    to_end_L, to_end_R = ((X[..., -1:, :] - X).exp().to(dtype) for X in (L, R))
+    from_start_L, from_start_R = L.to(dtype).exp(), R.to(dtype).exp()
+    to_end_L, to_end_R = ((X[..., -1:, :] - X).to(dtype).exp() for X in (L, R))
 
     sums = (K * to_end_L).mT @ (V * to_end_R)  # [B, H, chunks, Dk, Dv]
     whole = from_start_L[..., -1:, :].mT * from_start_R[..., -1:, :]
@@ -301,26 +307,27 @@ def _chunkwise(q, k, v, l, r, state, chunk_size):
         before.append(state)
         state = whole[:, :, chunk] * state + sums[:, :, chunk]
     if not before:
-        return torch.zeros_like(v), state.clone()
+        return v.to(dtype, copy=True), state.clone()
     past = ((Q * from_start_L) @ torch.stack(before, 2)) * from_start_R
-    y = _weighted_sums(_scores(Q, K, L), V, R) + past
-    return to_tokens(y, N).to(q.dtype).contiguous(), state
+    y = _weighted_sums(scores(Q, K, L), V, R) + past
+    return to_tokens(y, N).contiguous(), state
 
 
-def _scores(Q: Tensor, K: Tensor, L: Tensor) -> Tensor:
-    """Σ_d q_id k_jd exp(L_id − L_jd) for j ≤ i, else 0: [.., C, C]."""
+def scores(Q: Tensor, K: Tensor, L: Tensor) -> Tensor:
+    """Σ_d q_id k_jd exp(L_id − L_jd) for j ≤ i, else 0: [.., C, C]. C: a multiple of BLOCK."""
     C = Q.shape[-2]
     if L.shape[-1] == 1:
         return (Q @ K.mT) * _decays_within(L, Q.dtype).squeeze(-1)
-    scores = Q.new_zeros(*Q.shape[:-1], C)
+    P = Q.new_zeros(*Q.shape[:-1], C)
     for first in range(0, C, BLOCK):
         rows, past = slice(first, first + BLOCK), slice(0, first)
-        fade = _decays_within(L[..., rows, :], Q.dtype)
-        block = torch.einsum("...id,...jd,...ijd->...ij", Q[..., rows, :], K[..., rows, :], fade)
-        scores[..., rows, rows] = block
         q_fade, k_fade = _around(L, rows, past, Q.dtype)
-        scores[..., rows, past] = (Q[..., rows, :] * q_fade) @ (K[..., past, :] * k_fade).mT
-    return scores
+        P[..., rows, past] = (Q[..., rows, :] * q_fade) @ (K[..., past, :] * k_fade).mT
+        for j in range(first, first + BLOCK):  # a column at a time, so that memory stays O(N·Dk)
+            column = slice(j, first + BLOCK)
+            fade = (L[..., column, :] - L[..., j : j + 1, :]).to(Q.dtype).exp()
+            P[..., column, j] = (Q[..., column, :] * K[..., j : j + 1, :] * fade).sum(-1)
+    return P
 
 
 def _weighted_sums(P: Tensor, V: Tensor, R: Tensor) -> Tensor:
@@ -343,13 +350,13 @@ def _decays_within(G: Tensor, dtype: torch.dtype) -> Tensor:
     C = G.shape[-2]
     causal = torch.ones(C, C, dtype=torch.bool, device=G.device).tril()[..., None]
     differences = G[..., :, None, :] - G[..., None, :, :]
-    return differences.masked_fill(~causal, float("-inf")).exp().to(dtype)
+    return differences.masked_fill(~causal, float("-inf")).to(dtype).exp()
 
 
 def _around(G: Tensor, rows: slice, past: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """exp(G_i − G_r) of `rows` and exp(G_r − G_j) of `past`, r the first row: neither exceeds 1."""
     reference = G[..., rows, :][..., :1, :]
-    return (G[..., rows, :] - reference).exp().to(dtype), (reference - G[..., past, :]).exp().to(dtype)
+    return (G[..., rows, :] - reference).to(dtype).exp(), (reference - G[..., past, :]).to(dtype).exp()
 
 
 # The arguments.

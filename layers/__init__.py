@@ -10,12 +10,14 @@
 They compute what `lingpt.models` does, bit for bit: `attn` is a model's attention, with its keys.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.kernels.checks import check_cu_seqlens
 from lingpt.models import ATTENTIONS, Config, ModelArgs
 from lingpt.models.attention.base import Fp32Buffers
 from lingpt.models.gpt import rope_tables
@@ -59,8 +61,16 @@ class AttentionLayer(Fp32Buffers):
     def reset_buffers(self, device: torch.device, length: int | None = None) -> None:
         """Recomputes the rotary tables, of `length` tokens, and the attention's buffers."""
         config = replace(self.config, block_size=length or self.config.block_size)
-        self.cos, self.sin = rope_tables(config, device)
-        self.attn.reset_buffers(device)
+        with torch.inference_mode(False):  # training may come after
+            self.cos, self.sin = rope_tables(config, device)
+            self.attn.reset_buffers(device)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Self:
+        was_meta = self.cos.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.cos.is_meta:  # by `to_empty`, which leaves any numbers there
+            self.reset_buffers(self.cos.device)
+        return self
 
     def forward(
         self,
@@ -71,8 +81,9 @@ class AttentionLayer(Fp32Buffers):
         """
         Args:
             x: `[B, N, C]`, C = hidden_size.
-            cu_seqlens: int32 `[sequences + 1]`, the borders of sequences packed into the rows, counted over
-                all B·N tokens, row after row, from 0 to B·N. A row begins with a sequence of its own.
+            cu_seqlens: int32 or int64 `[sequences + 1]`, the borders of sequences packed into the rows,
+                counted over all B·N tokens, row after row, from 0 to B·N. A row begins with a sequence of its
+                own.
             state: of `new_state`; x continues the tokens that it has seen, and it is updated.
 
         Returns `[B, N, C]`. Raises UserError for another shape, for a state of another layer, and for both a
@@ -81,6 +92,8 @@ class AttentionLayer(Fp32Buffers):
         C, start = self.config.n_embd, 0
         if x.ndim != 3 or x.shape[2] != C:
             raise UserError(f"the layer takes [B, N, {C}]; got {list(x.shape)}")
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, x)
         if state is not None:
             if cu_seqlens is not None:
                 raise UserError("cu_seqlens goes without a state: call a sequence by itself to continue it")
@@ -90,12 +103,15 @@ class AttentionLayer(Fp32Buffers):
                 raise UserError(
                     f"a state of {state.attention} in a layer of {self.attention_name}: make one by new_state"
                 )
-            start, state.position = state.position, state.position + x.shape[1]
+            start = state.position
         end = start + x.shape[1]
         if end > len(self.cos) or self.cos.device != x.device:
             self.reset_buffers(x.device, max(len(self.cos), 1 << (end - 1).bit_length()))
         value = None if state is None else state.value
-        return self.attn(x, self.cos[start:end], self.sin[start:end], value, cu_seqlens)
+        y = self.attn(x, self.cos[start:end], self.sin[start:end], value, cu_seqlens)
+        if state is not None:
+            state.position = end
+        return y
 
     def new_state(self, batch_size: int, max_seq_len: int = 2048) -> LayerState:
         """A state before the first token, on the weights' device. Of a linear attention its size is constant,
@@ -135,25 +151,14 @@ class LinearAttention(AttentionLayer):
         norm_qk: bool = False,
         **options: Any,
     ) -> None:
-        args = ModelArgs(
-            name="layer",
-            attention=self.attention,
-            n_layer=1,
-            n_embd=hidden_size,
-            n_head=num_heads,
-            n_query_groups=num_kv_heads,
-            head_size=head_dim,
-            bias=bias,
-            rope_base=rope_base,
-            rotary_percentage=rotary_percentage,
-            norm_qk=norm_qk,
-        )
-        known = ATTENTIONS[self.attention].options()
-        for name, value in options.items():
-            if name not in known:
-                raise UserError(f"{name} is not an option of the layer, which has {', '.join(sorted(known))}")
-            setattr(args, name, value)
-        super().__init__(args.config())
+        sizes = {
+            "n_query_groups": num_kv_heads,
+            "head_size": head_dim,
+            "rope_base": rope_base,
+            "rotary_percentage": rotary_percentage,
+            "norm_qk": norm_qk,
+        }
+        super().__init__(_config(self.attention, hidden_size, num_heads, bias, sizes, options))
 
 
 class GatedLinearAttention(LinearAttention):
@@ -179,7 +184,7 @@ class GatedLinearAttention(LinearAttention):
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **gates, **options)
 
 
-class GLA(LinearAttention):
+class GLA(AttentionLayer):
     """Gated linear attention (arXiv 2312.06635; models/attention/gla.py): no rotary embeddings.
 
     Args:
@@ -200,8 +205,29 @@ class GLA(LinearAttention):
         bias: bool = False,
         **options: Any,
     ) -> None:
-        sizes: dict[str, Any] = {"gla_n_head": num_heads, "gla_expand_k": expand_k}
-        super().__init__(hidden_size, num_heads, bias=bias, **sizes, **options)
+        sizes = {"gla_n_head": num_heads, "gla_expand_k": expand_k}
+        super().__init__(_config(self.attention, hidden_size, num_heads, bias, sizes, options))
+
+
+def _config(
+    attention: str,
+    hidden_size: int,
+    num_heads: int,
+    bias: bool,
+    sizes: dict[str, Any],
+    options: dict[str, Any],
+) -> Config:
+    """Of one layer. sizes: its other fields; options: those that the caller has named, checked."""
+    args = ModelArgs(
+        name="layer", attention=attention, n_layer=1, n_embd=hidden_size, n_head=num_heads, bias=bias
+    )
+    known = ATTENTIONS[attention].options().keys() - sizes.keys()
+    for name in options:
+        if name not in known:
+            raise UserError(f"{name} is not an option of the layer, which has {', '.join(sorted(known))}")
+    for name, value in (sizes | options).items():
+        setattr(args, name, value)
+    return args.config()
 
 
 __all__ = ["GLA", "AttentionLayer", "GatedLinearAttention", "LayerState", "LinearAttention"]

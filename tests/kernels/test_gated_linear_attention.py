@@ -17,16 +17,16 @@ from lingpt.kernels import channel_decay_operator
 from lingpt.kernels.channel_decay_operator import gated_linear_attention_flops
 from lingpt.kernels.gated_linear_attention import (
     CHUNK,
-    SUBCHUNK,
     choose,
     fla_attention,
     gated_linear_attention,
     gated_linear_attention_with_state,
 )
 from lingpt.kernels.linear_attention.cuda import channel_decay, toolchain
+from lingpt.kernels.unified_linear_attention import BLOCK
 from lingpt.tests.oracles import GATED_FORMS, gated_by_definition, randn, relative
 
-AROUND_CHUNKS = (1, SUBCHUNK - 1, SUBCHUNK, SUBCHUNK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
+AROUND_CHUNKS = (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
 
 
 def inputs(N, B=2, H=3, Dk=5, Dv=7, strength=1.0, dtype=torch.float64):
@@ -59,7 +59,7 @@ def test_every_form_equals_the_reference_in_float64(backend, N, with_state, stre
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("N", [3, SUBCHUNK + 1, CHUNK + 2])
+@pytest.mark.parametrize("N", [3, BLOCK + 1, CHUNK + 2])
 @pytest.mark.parametrize("strength", [1 / 16, 3.0])
 def test_gradcheck_of_everything_at_once(N, strength):
     *tensors, state = inputs(N, B=1, H=2, Dk=2, Dv=3, strength=strength)
@@ -242,6 +242,7 @@ def test_flops():
 WRONG = {
     "gate's shape": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g[..., :1]), "log_gate"),
     "number": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, 0.1), "log_gate must be a tensor"),
+    "scale": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, scale=s), "scale must be a number"),
     "borders": (
         lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, cu_seqlens=[0, 2]),
         "cu_seqlens must be a tensor",

@@ -167,6 +167,21 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(unified_linear_attention, few, fast_mode=True)
 
 
+def test_transforms_of_torch_func():
+    """Guards: an autograd function that refuses them, in words about its own code."""
+    q, k, v, l, r, _ = (None if x is None else x.detach() for x in inputs("channel", "head"))
+
+    def loss(q, k, v, l):
+        return unified_linear_attention(q, k, v, l, r).square().sum()
+
+    two = [torch.stack((x, 0.5 * x)) for x in (q, k, v, l)]
+    found = torch.func.vmap(torch.func.grad(loss))(*two)
+    for i in range(2):
+        q = two[0][i].requires_grad_()
+        (dq,) = torch.autograd.grad(loss(q, *(x[i] for x in two[1:])), q)
+        torch.testing.assert_close(found[i], dq)
+
+
 @pytest.mark.parametrize("left", ["token", "channel"])
 def test_fp32_is_near_float64_over_long_and_steep_sequences(left):
     """Guards: exponents above 0, which overflow where decays are steep."""
@@ -176,6 +191,23 @@ def test_fp32_is_near_float64_over_long_and_steep_sequences(left):
     exact = unified_linear_attention(q, k, v, g)
     ours = unified_linear_attention(q.float(), k.float(), v.float(), g.float())
     assert (ours - exact).norm() < 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("right", ["head", "token", "channel"])
+def test_the_decays_gradients_in_16_bits_are_near_float64(right):
+    """Guards: the right decay's, a difference of sums with y, from a y that is rounded."""
+    rows = [x.detach().bfloat16() for x in inputs()[:3]]
+    decays = [decay(kind, D, 5).detach().clamp(min=-5).float() for kind, D in (("token", DK), (right, DV))]
+    dy = randn(B, N, H, DV, seed=7).bfloat16()
+
+    def gradients(*tensors):
+        *given, dy, left, right = tensors
+        wanted = [x.requires_grad_() for x in (left, right)]
+        return torch.autograd.grad(unified_linear_attention(*given, *wanted), wanted, dy)
+
+    exact = gradients(*(x.double() for x in (*rows, dy, *decays)))
+    for ours, theirs in zip(gradients(*rows, dy, *decays), exact, strict=True):
+        assert (ours - theirs).norm() < 1e-4 * theirs.norm()
 
 
 @pytest.mark.parametrize("chunk_size", [16, 32, 128])

@@ -1,5 +1,7 @@
 """Attention layers for any model: what a model's layer computes, with rotary tables of their own."""
 
+import copy
+
 import pytest
 import torch
 
@@ -66,6 +68,33 @@ def test_a_state_continues_and_the_tables_grow(pair):
     assert state.position == 60 and layer(x)[:, -1].isfinite().all()
 
 
+def test_weights_loaded_into_a_layer_made_on_meta(pair):
+    """Guards: rotary tables of whatever `to_empty` found in memory."""
+    layer, _ = pair
+    other = torch.nn.Sequential(copy.deepcopy(layer).to("meta"))
+    x = torch.randn(1, 9, 64)
+    other.to_empty(device="cpu")[0].load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+
+
+def test_training_after_a_longer_sequence_in_inference_mode(pair):
+    """Guards: rotary tables that autograd may not save."""
+    layer, _ = pair
+    x = torch.randn(1, 2100, 64)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+
+
+def test_a_state_is_where_it_was_after_an_error(pair):
+    """Guards: a position of tokens that the state has not seen."""
+    layer, _ = pair
+    state = layer.new_state(2)
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(2, 5, 64, dtype=torch.float64), state=state)
+    assert state.position == 0
+
+
 def test_mistakes_are_one_line():
     """Each says what to do."""
     layer, x = LinearAttention(64, 4), torch.randn(2, 5, 64)
@@ -76,6 +105,9 @@ def test_mistakes_are_one_line():
             lambda: layer(x, state=GatedLinearAttention(64, 4).new_state(2)),
             "a state of ours-gated in a layer of ours: make one by new_state",
         ),
+        (lambda: GatedLinearAttention(64, 4)(x, [0, 10]), r"cu_seqlens must be a tensor; got \[0, 10\]"),
+        (lambda: GLA(64, 4, num_kv_heads=2), "num_kv_heads is not an option of the layer, which has"),
+        (lambda: GLA(64, 4, gla_expand_k=1), "gla_expand_k is not an option of the layer, which has"),
         (lambda: layer(x, torch.tensor([0, 10]), layer.new_state(2)), "cu_seqlens goes without a state"),
         (lambda: LinearAttention(64, 4, 3), "n_head=4 must be a multiple of n_query_groups=3"),
         (lambda: LinearAttention(64, 4, colour=1), "colour is not an option of the layer, which has backend"),
