@@ -7,7 +7,7 @@ from lingpt.common.format import scaled
 from lingpt.models import GPT
 from lingpt.train.config import Recipe
 from lingpt.train.planning.machine import Machine
-from lingpt.train.planning.memory_fit import fits, memory_needed
+from lingpt.train.planning.memory_fit import can_be_sharded, fits, memory_needed
 
 
 def choose_strategy(machine: Machine, gpt: GPT, recipe: Recipe) -> tuple[Machine, str | None]:
@@ -29,6 +29,8 @@ def choose_strategy(machine: Machine, gpt: GPT, recipe: Recipe) -> tuple[Machine
         if fits(ddp, room):
             why = f"strategy: DDP, for the whole model fits each device (about {scaled(ddp, 'B')} {has})"
             return _with_ddp(machine, recipe), why
+        if not can_be_sharded(recipe):
+            return _with_ddp(machine, recipe), "strategy: DDP, for Muon and a teacher need whole models"
         why = (
             f"strategy: FSDP over {n} devices, for the whole model needs about {scaled(ddp, 'B')} {has} "
             f"each, and a part {scaled(fsdp, 'B')}"
