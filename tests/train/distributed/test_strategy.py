@@ -43,6 +43,10 @@ def test_the_opening_line_names_the_strategy_where_there_are_several_devices():
 def test_a_run_that_cannot_be_sharded_trains_with_ddp_whatever_it_needs(option):
     """Guards: `auto` gave it FSDP where it does not fit a device whole, and was then refused for that."""
     machine, recipe = two_devices(**option)
-    chosen, why = choose_strategy(replace(machine, memory=10**10), GPT.on_meta(recipe.model.config()), recipe)
-    assert chosen.strategy == "ddp" and "need whole models" in why
-    assert "--train.strategy" not in too_small_message(chosen, GPT.on_meta(recipe.model.config()), recipe)
+    gpt = GPT.on_meta(recipe.model.config())
+    chosen, why = choose_strategy(replace(machine, memory=10**10), gpt, recipe)
+    assert chosen.strategy == "ddp" and "needs the whole model" in why
+    assert "--train.strategy" not in too_small_message(chosen, gpt, recipe)
+    recipe.train.strategy = "fsdp"
+    with pytest.raises(UserError, match="needs the whole model, which fsdp splits"):
+        choose_strategy(machine, gpt, recipe)
