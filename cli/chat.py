@@ -19,25 +19,18 @@ from lingpt.models import GPT, stream
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
-def chat_template(folder: Path) -> str:
-    """The template by which a conversation becomes text, as transformers saves it. UserError without one."""
+def chat_template(folder: Path, end_token: str) -> tuple[str, dict[str, str]]:
+    """The template by which a conversation becomes text, as transformers saves it, and the tokens that it may
+    name: `bos_token` and others of tokenizer_config.json; the end of text stands for a missing `bos_token`.
+    UserError without a template."""
     path, config = folder / CHAT_TEMPLATE, folder / TOKENIZER_CONFIG
-    if path.is_file():
-        return read_text(path)
-    template = read_json_object(config).get("chat_template") if config.is_file() else None
+    values = read_json_object(config) if config.is_file() else {}
+    template = read_text(path) if path.is_file() else values.get("chat_template")
     if not isinstance(template, str):
         raise UserError(f"{folder} has no chat template: fine-tune the model with one (docs/fine-tuning.md)")
-    return template
-
-
-def special_tokens(folder: Path, end_token: str) -> dict[str, str]:
-    """The tokens that a template may name: `bos_token` and others of tokenizer_config.json. The end of text
-    stands for the first if it has none."""
-    config = folder / TOKENIZER_CONFIG
-    named = (read_json_object(config) if config.is_file() else {}).items()
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named}
+    texts = {name: x.get("content") if isinstance(x, dict) else x for name, x in values.items()}
     tokens = {name: x for name, x in texts.items() if name.endswith("_token") and isinstance(x, str)}
-    return {"bos_token": end_token} | tokens | {"eos_token": end_token}
+    return template, {"bos_token": end_token} | tokens | {"eos_token": end_token}
 
 
 def chat(

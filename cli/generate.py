@@ -42,7 +42,7 @@ def run(options: Options) -> None:
 
     import torch
 
-    from lingpt.cli.chat import chat, chat_template, special_tokens
+    from lingpt.cli.chat import chat, chat_template
     from lingpt.common.devices import decoding_dtype, find_device
     from lingpt.common.errors import UserError
     from lingpt.common.files import read_text
@@ -56,15 +56,14 @@ def run(options: Options) -> None:
         raise UserError(f"{folder} has no tokenizer.json: copy that of the run into it")
     if options.chat and (options.prompt or options.document or options.state):
         raise UserError("--chat reads messages from the terminal: leave out --prompt, --document and --state")
-    template = chat_template(folder) if options.chat else ""
-    model = load_model(folder, device=device, dtype=dtype)
     tokenizer = load_tokenizer(folder / TOKENIZER)
+    template, tokens = chat_template(folder, tokenizer.end_token) if options.chat else ("", {})
+    model = load_model(folder, device=device, dtype=dtype)
     sampling = {"temperature": options.temperature, "top_k": options.top_k, "seed": options.seed}
     sampling |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
     sampling["graph"] = options.graph and device.type == "cuda"
     model.any_length, state = model.constant_state, None
     if options.chat:
-        tokens = special_tokens(folder, tokenizer.end_token)
         return chat(model, tokenizer, template, tokens, options.max_new_tokens, sampling)
     document = tokenizer.encode(read_text(Path(options.document))) if options.document else []
     prompt = tokenizer.encode(options.prompt)

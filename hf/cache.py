@@ -1,14 +1,12 @@
 """The decoding states of a model's layers, as transformers' `generate` and its beam search handle them."""
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from lingpt.models.attention.softmax import KVCache
-from lingpt.models.gpt import tensors_in
+from lingpt.models.gpt import map_tensors, tensors_in
 
 
 class LinGPTCache:
@@ -56,18 +54,3 @@ class LinGPTCache:
 
     def num_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in tensors_in(self.layers))
-
-
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], state: Any) -> Any:
-    """A copy of a state with the function's results for its tensors."""
-    if isinstance(state, torch.Tensor):
-        return function(state)
-    if isinstance(state, tuple):
-        values = [map_tensors(function, part) for part in state]
-        return type(state)(*values) if hasattr(state, "_fields") else tuple(values)
-    if not hasattr(state, "__dict__"):
-        return state
-    result = copy.copy(state)
-    for name, value in vars(state).items():
-        setattr(result, name, map_tensors(function, value))
-    return result

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from lingpt.common.errors import UserError
 from lingpt.hf.cache import LinGPTCache
@@ -97,6 +98,7 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
     def reset_buffers(self) -> None:
         self.cos, self.sin = rope_tables(self.config.lingpt_config(), self.cos.device)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -106,11 +108,10 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         cache: LinGPTCache | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple:
+    ) -> BaseModelOutputWithPast:
         """
         Args:
             input_ids, inputs_embeds: `[B, N]` or `[B, N, C]`, one of them.
@@ -121,9 +122,9 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
                 as training's fused kernels compute no states, a rounding.
             cu_seq_lens_q: borders of the sequences that are packed into one row, `[sequences + 1]`.
 
-        Raises ValueError for a row of padding only, for padding between tokens, and with a cache for any on
-        the right; for packed sequences and use_cache; for a cache of other rows or layers; for more columns
-        than the model's block size.
+        Raises ValueError for a mask of another shape or with a row of padding only, for padding between
+        tokens, and with a cache for any on the right; for packed sequences with a cache; for a cache of other
+        rows or layers; for more columns than the model's block size.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of them")
@@ -137,27 +138,30 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         if cache is not None:
             cache.check(B, len(self.h))
         padded = packed = read_BN = None
-        continues = cache is not None and cache.seen > 0
+        keeps, seen = bool(use_cache) or cache is not None, 0 if cache is None else cache.seen
         if attention_mask is not None:
+            if attention_mask.shape not in ((B, N), (B, seen + N)):
+                raise ValueError(f"an attention_mask of {list(attention_mask.shape)}: give {[B, seen + N]}")
             read_BN = attention_mask[:, -N:].bool()
-            padded = padded_borders(read_BN, bool(use_cache), continues)
-        if not continues:
+            padded = padded_borders(read_BN, keeps, seen > 0)
+        if not seen:
             packed = packed_borders(position_ids, cu_seq_lens_q, read_BN, B, N)
+        shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        hidden: list[torch.Tensor] | None = [] if shown else None
         if packed is not None:
-            if use_cache or cache is not None:
+            if keeps:
                 raise ValueError("packed sequences keep no cache: give use_cache=False")
-            row = self._run(x_BNC.flatten(0, 1)[None], cu_seqlens=packed.to(x_BNC.device), restart=True)
-            hidden = [x.view(B, N, -1) for x in row]
+            row, packed = x_BNC.flatten(0, 1)[None], packed.to(x_BNC.device)
+            last_BNC = self._run(row, None, packed, restart=True, hidden=hidden).view(B, N, -1)
         else:
-            if cache is None and use_cache:
+            if keeps and cache is None:
                 cache = self.new_cache(B, N, x_BNC.dtype)
-            hidden = self._run(x_BNC, cache, padded)
-        output = BaseModelOutputWithPast(
-            last_hidden_state=hidden[-1],
-            hidden_states=tuple(hidden) if output_hidden_states else None,
+            last_BNC = self._run(x_BNC, cache, padded, hidden=hidden)
+        return BaseModelOutputWithPast(
+            last_hidden_state=last_BNC,
+            hidden_states=None if hidden is None else tuple(x.view(B, N, -1) for x in hidden),
             **{CACHE: cache},
         )
-        return output.to_tuple() if return_dict is False else output
 
     def _run(
         self,
@@ -165,12 +169,12 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         cache: LinGPTCache | None = None,
         cu_seqlens: torch.Tensor | None = None,
         restart: bool = False,
-    ) -> list[torch.Tensor]:
-        """The embeddings, the output of each layer but the last, and the normed one of the last, of columns
-        that follow those in the cache, if there is one.
+        hidden: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The last hidden state of columns that follow those in the cache, if there is one.
 
         restart: x is one row of packed sequences, whose positions restart; it may be longer than the block
-        size."""
+        size. hidden: gets the embeddings, the output of each layer but the last, and what is returned."""
         N = x_BNC.shape[1]
         start = 0 if cache is None else cache.seen
         end = start + N
@@ -188,17 +192,19 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             cache.seen = end
         cos_NR, sin_NR = (table[where].to(x_BNC.device) for table in (self.cos, self.sin))
         values_BNV = None if self.shared_values is None else self.shared_values(x_BNC)
-        hidden = [x_BNC]
         for block, state in zip(self.h, cache.layers if cache else [None] * len(self.h), strict=True):
+            if hidden is not None:
+                hidden.append(x_BNC)
             if self.gradient_checkpointing and self.training and state is None:
                 x_BNC = self._gradient_checkpointing_func(
                     block, x_BNC, cos_NR, sin_NR, None, cu_seqlens, values_BNV
                 )
             else:
                 x_BNC = block(x_BNC, cos_NR, sin_NR, state, cu_seqlens, values_BNV)
-            hidden.append(x_BNC)
-        hidden[-1] = self.ln_f(x_BNC)
-        return hidden
+        last_BNC = self.ln_f(x_BNC)
+        if hidden is not None:
+            hidden.append(last_BNC)
+        return last_BNC
 
     def new_cache(self, batch_size: int, columns: int, dtype: torch.dtype) -> LinGPTCache:
         """An empty cache with room for so many columns."""
@@ -207,7 +213,7 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         return LinGPTCache([b.attn.new_state(*size) for b, size in zip(blocks, sizes, strict=True)])
 
 
-def padded_borders(mask_BN: torch.Tensor, use_cache: bool, continues: bool) -> torch.Tensor | None:
+def padded_borders(mask_BN: torch.Tensor, keeps_cache: bool, continues: bool) -> torch.Tensor | None:
     """The borders, as in `GPT.hidden`, of each row and of its padding; None if there is none on the left."""
     if mask_BN.all():
         return None
@@ -219,7 +225,7 @@ def padded_borders(mask_BN: torch.Tensor, use_cache: bool, continues: bool) -> t
         raise ValueError("a row of padding only: give each row at least one token")
     if (counts < ends - starts).any():
         raise ValueError("padding between tokens: pad on the left or the right")
-    if use_cache and (ends < N).any():
+    if keeps_cache and (ends < N).any():
         raise ValueError("padding on the right would enter the states: set padding_side='left'")
     return borders(mask_BN) if starts.any() else None
 
@@ -263,6 +269,7 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -273,12 +280,11 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cu_seq_lens_q: torch.Tensor | None = None,
         cache: LinGPTCache | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple:
+    ) -> CausalLMOutputWithPast:
         """As `LinGPTModel`.
 
         Args:
@@ -295,16 +301,16 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             cu_seq_lens_q=cu_seq_lens_q,
             cache=cache,
+            return_dict=True,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(base.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
-        output = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             hidden_states=base.hidden_states,
             **{CACHE: base.get(CACHE)},
         )
-        return output.to_tuple() if return_dict is False else output

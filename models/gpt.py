@@ -42,9 +42,7 @@ class DecodingState:
 
     def detach_(self) -> None:
         """Cuts the gradient of everything in the state."""
-        for layer in self.layers:
-            if layer is not None:
-                vars(layer).update({name: _detached(x) for name, x in vars(layer).items()})
+        self.layers = [map_tensors(torch.Tensor.detach, layer) for layer in self.layers]
 
     def check_step(self, batch_size: int, tokens: int) -> None:
         """Raises UserError, before any layer's state changes, for another batch size or more tokens than
@@ -60,12 +58,6 @@ class DecodingState:
         return sum(x.numel() * x.element_size() for x in tensors_in(self.layers))
 
 
-def _detached(x: Any) -> Any:
-    if isinstance(x, tuple):  # a named one
-        return type(x)(*map(_detached, x))
-    return x.detach() if isinstance(x, torch.Tensor) else x
-
-
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
     """The tensors in a layer's state, however nested, in a fixed order."""
     if isinstance(x, torch.Tensor):
@@ -77,6 +69,21 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(x.values()))
     elif hasattr(x, "__dict__"):
         yield from tensors_in(vars(x))
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], state: Any) -> Any:
+    """A copy of a state with the function's results for its tensors."""
+    if isinstance(state, torch.Tensor):
+        return function(state)
+    if isinstance(state, tuple):
+        values = [map_tensors(function, part) for part in state]
+        return type(state)(*values) if hasattr(state, "_fields") else tuple(values)
+    if not hasattr(state, "__dict__"):
+        return state
+    result = copy.copy(state)
+    for name, value in vars(state).items():
+        setattr(result, name, map_tensors(function, value))
+    return result
 
 
 class MLP(nn.Module):

@@ -48,12 +48,6 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
     check(recipe, machine.world_size)
     check_context_parallel(recipe, gpt, machine.world_size)
     _check_segments(recipe, gpt)
-    if recipe.train.optimizer == "muon" and machine.strategy == "fsdp":
-        raise UserError(
-            "train.optimizer muon needs whole matrices, which fsdp splits: use --train.strategy ddp"
-        )
-    if recipe.train.teacher is not None and machine.strategy == "fsdp":
-        raise UserError("train.teacher needs whole models, which fsdp splits: use --train.strategy ddp")
     transfers_attention = recipe.train.teacher is not None and recipe.train.imitate == "attention"
     if transfers_attention and gpt.config.shared_values_width is not None:
         raise UserError(

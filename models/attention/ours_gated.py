@@ -30,7 +30,7 @@ class OursGatedAttention(OursAttention):
     def __init__(self, config: Architecture, layer_idx: int, **options: Any) -> None:
         super().__init__(config, layer_idx, **options)
         self.decay_proj = nn.Linear(config.n_embd, config.n_head, bias=False)
-        self.decay_bias = nn.Parameter(decay_bias(config.n_head).to(torch.get_default_device()))
+        self.decay_bias = nn.Parameter(torch.empty(config.n_head).copy_(decay_bias(config.n_head)))
 
     def operator_inputs(
         self,

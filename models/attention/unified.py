@@ -164,7 +164,7 @@ class UnifiedAttention(QKVAttention):
             gates = bias.numel() if form != "mamba2" else H  # its A does not depend on x
             self.decay_proj = nn.Linear(config.n_embd, gates, bias=False)
             # As a vector it has no weight decay.
-            self.decay_bias = nn.Parameter(bias.flatten().to(torch.get_default_device()))
+            self.decay_bias = nn.Parameter(torch.empty(bias.numel()).copy_(bias.flatten()))
         self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if short_conv else None
         self.add_output_gate(self.form.normalise != "sum", "silu")
         self.add_qk_norm(config.norm_qk)

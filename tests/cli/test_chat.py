@@ -53,4 +53,4 @@ def test_an_export_keeps_the_chat_and_the_end_of_a_text(tmp_path):
     assert load_tokenizer(tmp_path / "tuned").eos_id == end
     assert main(["export", str(tmp_path / "tuned"), str(tmp_path / "own")]) == 0
     assert load_tokenizer(tmp_path / "own").eos_id == end
-    assert chat.chat_template(tmp_path / "own") == TEMPLATE
+    assert chat.chat_template(tmp_path / "own", "<|im_end|>")[0] == TEMPLATE

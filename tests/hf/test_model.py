@@ -1,5 +1,6 @@
 """Our models in transformers: the same numbers, and what its users do with a model."""
 
+import weakref
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -73,6 +74,22 @@ def test_logits_are_lingpts(model, exported, tokens, tmp_path):
     torch.testing.assert_close(few, output.logits[:, -3:], rtol=0, atol=1e-6)
     constants = [*model.buffers()]
     assert all(torch.equal(*pair) for pair in zip(exported.buffers(), constants, strict=True))
+
+
+@torch.no_grad()
+def test_its_configuration_says_what_it_returns(tokens, tmp_path):
+    """Guards: its `return_dict` and `output_hidden_states` were not read; all layers' outputs were kept."""
+    export_hf(make("ours"), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    first, alive = list[weakref.ref](), list[bool]()
+    model.transformer.h[0].register_forward_hook(lambda *given: first.append(weakref.ref(given[2])))
+    model.transformer.h[3].register_forward_hook(lambda *_: alive.append(first[0]() is not None))
+    model(tokens)
+    assert alive == [False]
+    model.config.output_hidden_states = True
+    assert len(model(tokens).hidden_states) == 5
+    model.config.return_dict = False
+    assert len(model(tokens)[1]) == 5 and isinstance(model(tokens, return_dict=True).logits, torch.Tensor)
 
 
 def test_transformers_finds_the_embeddings(exported):
@@ -171,7 +188,9 @@ def test_a_step_of_training(exported, tokens):
 
 @torch.no_grad()
 def test_saved_and_loaded_it_is_the_same(model, exported, tokens, tmp_path):
-    """By transformers, in one file and in shards, in bf16, and read by LinGPT again."""
+    """By transformers, in one file and in shards, in bf16, and read by LinGPT again.
+
+    Guards: the gates' biases stayed in fp32 where fp32 weights are read in bf16."""
     device_map = "cpu" if find_spec("accelerate") else None  # a map needs accelerate
     for dtype in (torch.float32, torch.bfloat16):
         exported = exported.to(dtype)
@@ -186,6 +205,8 @@ def test_saved_and_loaded_it_is_the_same(model, exported, tokens, tmp_path):
         assert torch.equal(again(tokens).logits, own(tokens)) and own.config == model.config
         assert {buffer.dtype for buffer in again.buffers()} == {torch.float32}
     assert torch.equal(load_model(tmp_path / "out")(tokens), model(tokens))
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert torch.equal(half(tokens).logits, load_model(tmp_path / "out", dtype=torch.bfloat16)(tokens))
 
 
 @torch.no_grad()
@@ -249,7 +270,13 @@ def test_mistakes_are_one_line(tmp_path, tokens):
     hole = {"input_ids": tokens[:, :3], "attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}
     for given, line in (
         (right | {"use_cache": True}, "padding on the right would enter the states"),
+        (
+            right | {"past_key_values": model.transformer.new_cache(2, 9, torch.float32)},
+            "padding on the right would",
+        ),
         (empty, "a row of padding only"),
+        ({"input_ids": tokens, "attention_mask": torch.ones(2, 5)}, r"of \[2, 5\]: give \[2, 70\]"),
+        ({"input_ids": tokens, "attention_mask": torch.ones(2, 1, 70, 70).tril()}, r"give \[2, 70\]"),
         (hole, "padding between tokens"),
         ({"input_ids": tokens[:, :0]}, "nothing to continue"),
         ({}, "give input_ids or inputs_embeds"),

@@ -7,12 +7,12 @@ from lingpt.common.format import scaled
 from lingpt.models import GPT
 from lingpt.train.config import Recipe
 from lingpt.train.planning.machine import Machine
-from lingpt.train.planning.memory_fit import fits, memory_needed
+from lingpt.train.planning.memory_fit import fits, memory_needed, needs_whole_model
 
 
 def choose_strategy(machine: Machine, gpt: GPT, recipe: Recipe) -> tuple[Machine, str | None]:
     """`machine` with the recipe's strategy, or else the one that its memory needs; and the reason, or None if
-    there is nothing to explain.
+    there is nothing to explain. UserError for a strategy that the recipe's other options exclude.
     """
     wanted, n = recipe.train.strategy, machine.world_size
     if n == 1:
@@ -20,6 +20,8 @@ def choose_strategy(machine: Machine, gpt: GPT, recipe: Recipe) -> tuple[Machine
         return machine, alone if wanted != "auto" else None
     if wanted == "ddp":
         return _with_ddp(machine, recipe), None
+    if (option := needs_whole_model(recipe)) and wanted == "fsdp":
+        raise UserError(f"{option} needs the whole model, which fsdp splits: use --train.strategy ddp")
     # Processes on a CPU share its memory.
     room = machine.memory / (machine.devices if machine.accelerator == "cpu" else 1)
     why = None
@@ -29,6 +31,8 @@ def choose_strategy(machine: Machine, gpt: GPT, recipe: Recipe) -> tuple[Machine
         if fits(ddp, room):
             why = f"strategy: DDP, for the whole model fits each device (about {scaled(ddp, 'B')} {has})"
             return _with_ddp(machine, recipe), why
+        if option:
+            return _with_ddp(machine, recipe), f"strategy: DDP, for {option} needs the whole model"
         why = (
             f"strategy: FSDP over {n} devices, for the whole model needs about {scaled(ddp, 'B')} {has} "
             f"each, and a part {scaled(fsdp, 'B')}"

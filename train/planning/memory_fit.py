@@ -152,7 +152,7 @@ def what_fits_message(machine: Machine, gpt: GPT, recipe: Recipe) -> str:
             need = memory_needed(gpt, changed, machine.precision, size, over, once)["total"]
             return f"--train.micro_batch_size {size}{option} (about {scaled(need, 'B')})"
     here = machine.world_size
-    for devices in sorted({here, 2, 4, 8, 16, 32, 64}) if can_be_sharded(recipe) else ():
+    for devices in () if needs_whole_model(recipe) else sorted({here, 2, 4, 8, 16, 32, 64}):
         need = memory_needed(gpt, recomputing, machine.precision, 1, devices)["total"]
         if devices >= here and devices > over and fits(need, machine.memory):
             more = f"{devices} such devices with " if devices > here else ""
@@ -163,9 +163,11 @@ def what_fits_message(machine: Machine, gpt: GPT, recipe: Recipe) -> str:
     return "shorter sequences (--data.seq_len), or a smaller model"
 
 
-def can_be_sharded(recipe: Recipe) -> bool:
-    """Whether FSDP may split the model: Muon needs whole matrices, and a teacher whole models."""
-    return recipe.train.optimizer != "muon" and recipe.train.teacher is None
+def needs_whole_model(recipe: Recipe) -> str | None:
+    """The option for which FSDP must not split the model; None if there is none."""
+    if recipe.train.optimizer == "muon":
+        return "train.optimizer muon"
+    return None if recipe.train.teacher is None else "train.teacher"
 
 
 def micro_batch_sizes(recipe: Recipe, world_size: int) -> list[int]:

@@ -10,7 +10,6 @@ from lingpt.models import GPT
 from lingpt.train.config import Recipe
 from lingpt.train.planning.machine import Machine
 from lingpt.train.planning.memory_fit import (
-    can_be_sharded,
     fits,
     fits_here,
     largest_that_fits,
@@ -18,6 +17,7 @@ from lingpt.train.planning.memory_fit import (
     memory_needed,
     micro_batch_sizes,
     moments,
+    needs_whole_model,
     too_small_message,
 )
 from lingpt.train.planning.throughput import (
@@ -208,7 +208,7 @@ def _here(machine: Machine, gpt: GPT, recipe: Recipe) -> str:
 def _sharded(device: Device, gpt: GPT, recipe: Recipe, precision: str, need: int) -> str | None:
     """The smallest number of devices that fit the sharded model, as `4 × A100 40GB`; None if one device fits
     `need` bytes, no number fits, or it cannot be sharded."""
-    for devices in () if fits(need, device.memory) or not can_be_sharded(recipe) else (2, 4, 8):
+    for devices in () if fits(need, device.memory) or needs_whole_model(recipe) else (2, 4, 8):
         if fits(memory_needed(gpt, recipe, precision, over=devices)["total"], device.memory):
             return f"{devices} × {device.name}"
     return None

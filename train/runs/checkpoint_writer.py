@@ -48,7 +48,7 @@ class CheckpointWriter:
             self._thread.join()
 
     def reserve(self, weights: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
-        """Allocates host memory for a state of these weights and of AdamW, before the first checkpoint.
+        """Allocates host memory for a state of these weights and this optimizer, before the first checkpoint.
 
         Runs in the background: pinning takes seconds, for which the first checkpoint would block training.
         """

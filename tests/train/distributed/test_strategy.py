@@ -9,6 +9,7 @@ from lingpt.models import GPT, ModelArgs
 from lingpt.train import Recipe, TrainConfig
 from lingpt.train.distributed.strategy import choose_strategy
 from lingpt.train.planning.machine import Machine
+from lingpt.train.planning.memory_fit import too_small_message
 from lingpt.train.report import describe
 
 
@@ -36,3 +37,16 @@ def test_the_opening_line_names_the_strategy_where_there_are_several_devices():
     for strategy, said in (("single", "1 × NVIDIA H100, bf16"), ("fsdp", "2 × NVIDIA H100, FSDP, bf16")):
         machine = replace(machine, strategy=strategy, devices=1 if strategy == "single" else 2)
         assert said in describe(recipe, machine, gpt, {"ours": "cuda"}, 3)
+
+
+@pytest.mark.parametrize("option", [{"optimizer": "muon"}, {"teacher": "runs/teacher"}])
+def test_a_run_that_cannot_be_sharded_trains_with_ddp_whatever_it_needs(option):
+    """Guards: `auto` gave it FSDP where it does not fit a device whole, and was then refused for that."""
+    machine, recipe = two_devices(**option)
+    gpt = GPT.on_meta(recipe.model.config())
+    chosen, why = choose_strategy(replace(machine, memory=10**10), gpt, recipe)
+    assert chosen.strategy == "ddp" and "needs the whole model" in why
+    assert "--train.strategy" not in too_small_message(chosen, gpt, recipe)
+    recipe.train.strategy = "fsdp"
+    with pytest.raises(UserError, match="needs the whole model, which fsdp splits"):
+        choose_strategy(machine, gpt, recipe)
