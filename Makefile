@@ -37,50 +37,50 @@ RUN = $(strip $(call opt,--train.devices,$(DEVICES)) $(call opt,--train.resume,$
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 
-help: ## this list
+help: ## show this list
 	@echo "make <target> [VARIABLE=value …]"
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
 		while IFS='|' read -r name text; do printf '  %-14s %s\n' "$$name" "$$text"; done
-	@echo "Any option of the command fits in ARGS: make train ARGS=\"--train.max_steps 100\"; \`lingpt --help\` has them."
+	@echo "Any option of the command fits in ARGS: make train ARGS=\"--train.max_steps 100\"; \`lingpt train --help\` lists them."
 
 train: $(call ready,train) ## train a model: MODEL=demo|pythia-160m… ATTN=ours|ours-decay|ours-gated|softmax|gla|unified|hybrid|hybrid-best|softmax-best (or ours-gated+output_gate) DATA= TOKENIZER= DEVICES= RESUME= NAME= DRY=1
 	$(BIN)lingpt train $(strip $(RECIPE) $(RUN) $(ARGS))
 
-data: $(call ready,train) ## prepare a model's corpus and show it: MODEL= DATA= TOKENIZER=
+data: $(call ready,train) ## tokenise a corpus, and show what is in it: MODEL= DATA= TOKENIZER=
 	$(BIN)lingpt data $(strip $(RECIPE) $(ARGS))
 
 eval: $(call ready,eval) ## score checkpoints, print the paper's Table 2: MODEL= or RUNS="runs/a runs/b", EVAL_DATA=folder
 	$(BIN)lingpt eval $(strip $(call opt,--model,$(MODEL)) $(if $(RUNS),--runs $(RUNS)) \
 		$(call opt,--data,$(EVAL_DATA)) $(ARGS))
 
-study: $(call ready,eval) ## train and score several attentions: MODEL= TOKENS= ATTNS="softmax ours" SEEDS= DEVICES= DATA= TOKENIZER= EVAL_DATA= DRY=1
+study: $(call ready,eval) ## train and score several attentions: MODEL= or STUDY=, TOKENS= ATTNS="softmax ours" SEEDS= DEVICES= NAME= DATA= TOKENIZER= EVAL_DATA= DRY=1
 	$(BIN)lingpt study $(strip $(call opt,--config,$(STUDY)) $(call opt,--model,$(MODEL)) $(call opt,--tokens,$(TOKENS)) \
 		$(if $(ATTNS),--attentions $(ATTNS)) $(call opt,--seeds,$(SEEDS)) $(call opt,--devices,$(DEVICES)) \
 		$(call opt,--source,$(DATA)) $(call opt,--tokenizer,$(TOKENIZER)) $(call opt,--eval_data,$(EVAL_DATA)) \
 		$(call opt,--name,$(NAME)) $(if $(filter-out 0,$(DRY)),--dry_run true) $(ARGS))
 
-curves: $(call ready,train) ## loss curves of runs, or of a study, in one figure: RUNS="runs/a runs/b" (default: all in runs/)
+curves: $(call ready,train) ## draw the loss curves of runs, or of a study, in one figure: RUNS="runs/a runs/b" (default: all in runs/)
 	$(BIN)lingpt curves $(strip $(RUNS) $(ARGS))
 
-bench: $(call ready,train $(if $(CUDA),bench)) ## measure the kernels against the baselines (GPU; ARGS="--device cpu" for a taste), or, with ARGS=train, whole training steps, with ARGS=decode, decoding
+bench: $(call ready,train $(if $(CUDA),bench)) ## time the kernels against the baselines (GPU; ARGS="--device cpu" tries it), with ARGS=train training steps, with ARGS=decode decoding
 	$(BIN)lingpt bench $(ARGS)
 
 PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)pytest -n $(strip $(JOBS))
 
-test: $(call ready,dev) ## a check of this machine in minutes: the tests that are not marked slow
+test: $(call ready,dev) ## check this machine in minutes: the tests that are not marked slow
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(call ready,dev) ## all tests that this machine can run; LINGPT_TEST_DATA=folder adds those on real data
+test-all: $(call ready,dev) ## run all tests that this machine can run; LINGPT_TEST_DATA=folder adds those on real data
 	$(PYTEST) $(ARGS)
 
-test-gpu: $(call ready,dev) ## the GPU tests, and their record in docs/results/kernels
+test-gpu: $(call ready,dev) ## run the GPU tests, and record them in docs/results/kernels
 	$(BIN)pytest -m gpu -p lingpt.tests.gpu_record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
 
 soak: $(call ready,dev) ## inject faults for forty minutes (kills, signals, failing disks, damage, odd input), and record it
 	LINGPT_SOAK=1 LINGPT_PROPERTY_FACTOR=128 OMP_NUM_THREADS=1 $(BIN)pytest -n $(strip $(JOBS)) -m fault \
 		-p lingpt.tests.faults.record --fault-record $(FAULT_RECORD) $(ARGS)
 
-check: check-lint check-format check-types ## lint, formatting, types (`make -k check` shows all that fails)
+check: check-lint check-format check-types ## check lint, formatting and types (`make -k check` shows all that fails)
 
 check-lint: $(call ready,dev)
 	$(BIN)ruff check .
@@ -93,7 +93,7 @@ check-types: $(call ready,dev) # the link: mypy sees the package under its own n
 	@mkdir -p .types && ln -sfn .. .types/lingpt
 	$(BIN)mypy -n 2
 
-docs: $(call ready,dev) ## the documentation site, in site/; a link that leads nowhere is an error
+docs: $(call ready,dev) ## build the documentation site in site/; a link that leads nowhere is an error
 	@mkdir -p .types && ln -sfn .. .types/lingpt
 	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict $(ARGS)
 
@@ -102,10 +102,10 @@ format: $(call ready,dev) ## format the source
 	$(BIN)ruff format .
 	$(BIN)clang-format -i $(CUDA_SOURCES)
 
-release-check: $(call ready,dev) ## do the recorded GPU tests match this source?
+release-check: $(call ready,dev) ## check that the record of the GPU tests is of this source
 	$(BIN)lingpt kernels release-check
 
-install: $(call ready,dev) ## everything, for tests and checks too: TORCH_INDEX=URL for another PyTorch than this machine's
+install: $(call ready,dev) ## install everything, for tests and checks too: TORCH_INDEX=URL for another PyTorch than this machine's
 
 ifneq ($(VENV),)
 $(VENV)/.torch-installed: $(CONSTRAINTS)

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Options:
-    """Write a trained model as one file: LinGPT's own folder, or Hugging Face's."""
+    """Write a trained model as a folder with one file of weights: LinGPT's own, or Hugging Face's."""
 
     # fmt: off
     model: Annotated[str, Option(
         "a run's folder (its newest checkpoint), a checkpoint, or any model folder", positional=True)]
     out: Annotated[str, Option("the folder to write, which must not exist", positional=True)]
     hf: Annotated[bool, Option(
-        "as transformers reads it: plain softmax as GPT-NeoX, all others after `import lingpt.hf`")] = False
+        "as transformers reads it: plain softmax as GPT-NeoX, Llama or Qwen, the others after "
+        "`import lingpt.hf`")] = False
     # fmt: on
 
 

@@ -15,9 +15,9 @@ from lingpt.train.config import Recipe
 from lingpt.train.recipe import parse_recipe
 from lingpt.train.softmax_layers import place_softmax_layers
 
-HELP = """Give a trained model another attention: lingpt linearize TEACHER --model.attention hybrid. TEACHER
-is a run or a model folder, whose distribution of the next token the model learns, and at first each block's
-output. The softmax layers of an evenly spaced hybrid move to where the teacher needs them. With
+HELP = """Give a trained model another attention: lingpt linearize <teacher> --model.attention hybrid. The
+teacher is a run or a model folder; the model learns its distribution of the next token, and at first each
+block's output. The softmax layers of an evenly spaced hybrid move to where the teacher needs them. With
 --train.imitate attention a quarter of the steps first fits each new attention to the teacher's. Without
 --config the recipe is that of the teacher's run, with a tenth of its tokens, a quarter of its batch, half of
 its rate, twice of it for the new attentions, down to 0."""

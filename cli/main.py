@@ -36,14 +36,17 @@ VERBS = {  # verb: (module, what it does)
     "eval": ("lingpt.cli.evaluate", "score checkpoints with lm-eval"),
     "study": ("lingpt.cli.study", "train and score several attentions: tables, figures and a page"),
     "mqar": ("lingpt.cli.mqar", "train and score small models on associative recall"),
-    "curves": ("lingpt.cli.curves", "draw the loss curves of runs, and the table of time-to-loss"),
+    "curves": ("lingpt.cli.curves", "draw the loss curves of runs, and print the time to each loss"),
     "linearize": ("lingpt.cli.linearize", "give a trained model another attention"),
     "generate": ("lingpt.cli.generate", "continue a text with a trained model"),
-    "export": ("lingpt.cli.export", "write a trained model as one file, for transformers too"),
+    "export": ("lingpt.cli.export", "write a trained model as a folder, for transformers too"),
     "replay": ("lingpt.cli.replay", "show what a step of a run was trained on"),
     "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),
     "bench": ("lingpt.cli.bench", "measure the kernels against the baselines"),
-    "bench forms": ("lingpt.cli.bench_forms", "time the forms of linear attention over the context"),
+    "bench forms": (
+        "lingpt.cli.bench_forms",
+        "time forms of linear attention in plain PyTorch over the length",
+    ),
     "bench train": ("lingpt.cli.bench_train", "time a whole training step of each attention"),
     "bench context": ("lingpt.cli.bench_context", "time steps of sequences over several devices"),
     "bench decode": ("lingpt.cli.bench_decode", "time a token of decoding, over the context"),
@@ -155,7 +158,7 @@ def parse(verb: str, module: ModuleType, words: Sequence[str]) -> Any:
 
 
 def _overview() -> str:
-    verbs = "\n".join(f"  {verb:<11} {line}" for verb, (_, line) in VERBS.items())
+    verbs = "\n".join(f"  {verb:<14} {line}" for verb, (_, line) in VERBS.items())
     return (
         "usage: lingpt <verb> [options]\n\n"
         "Trains Pythia language models with linear attention, and compares them with softmax and GLA.\n\n"

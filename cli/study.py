@@ -26,16 +26,18 @@ class Options:
         "row that times and losses are compared with (default: the study's, else softmax, else its first)"
     )] = None
     devices: Annotated[int | None, Option(
-        "number of GPUs (default: all); without a GPU, of CPU processes (default: 1)",
+        "number of GPUs, by default all; without a GPU of CPU processes, by default 1",
         least=1, most=1024)] = None
     devices_per_run: Annotated[int | Literal["all"] | None, Option(
         "GPUs per run, or `all`: one run after another, each on all GPUs (default: the study's)",
         least=1, most=1024)] = None
     source: Annotated[str | None, Option("text to train on, as --data.source of `lingpt train`")] = None
     tokenizer: Annotated[str | None, Option("tokenizer, as --data.tokenizer of `lingpt train`")] = None
-    eval_data: Annotated[str | None, Option("folder of benchmark JSONL instead of the hub")] = None
+    eval_data: Annotated[str | None, Option(
+        "folder of benchmark JSONL instead of the hub (or set EVAL_DATA)")] = None
     texts: Annotated[tuple[str, ...], Option(
-        "name=path of held-out JSONL or .txt for the suites language, recall")] = ()
+        "texts of the suites language and recall: name=path of held-out JSONL or .txt files, or embedded"
+    )] = ()
     out: Annotated[str, Option("the study's folder is <out>/study-<name>")] = "runs"
     name: Annotated[str | None, Option(
         "another name, for a study that differs from the one in the folder")] = None
@@ -44,7 +46,7 @@ class Options:
         "stop after this many minutes; the same command continues", above=0)] = None
     publish: Annotated[str | None, Option(
         "folder to copy the page, tables, figures and small files of the runs to")] = None
-    dry_run: Annotated[bool, Option("print the plan and stop")] = False
+    dry_run: Annotated[bool, Option("print the plan, and stop")] = False
     # fmt: on
 
 

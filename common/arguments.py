@@ -165,18 +165,24 @@ def help_text(verb: str, cls: Any, about: str, config: ConfigFile | None, shown:
 
 
 def _about(declared: Declared) -> str:
-    """An option's help, with its numbers' range or its words, and its default."""
-    notes, default = [], declared.default
+    """An option's help, with its numbers' range or its words, and its default, which the help may name."""
+    text, _, named = declared.option.help.rstrip(".").partition(" (default: ")
+    notes, default = list[str](), declared.default
     if set(declared.parts) & {int, float} or "one of" in declared.expected:
         notes.append(declared.expected)
     if isinstance(default, list | tuple):
         default = " ".join(map(as_word, default)) or None
     if default not in (None, MISSING, ""):
         notes.append(f"default: {as_word(default)}")
-    return declared.option.help.rstrip(".") + (f" ({'; '.join(notes)})" if notes else "")
+    if named:
+        notes.append(f"default: {named.removesuffix(')')}")
+    return text + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def _entry(name: str, text: str) -> str:
     width = min(shutil.get_terminal_size().columns, 110)
-    filled = textwrap.fill(text, width, initial_indent=" " * 28, subsequent_indent=" " * 28)
+    indent = " " * 28
+    filled = textwrap.fill(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
     return f"  {name:<25} {filled.lstrip()}" if len(name) <= 25 else f"  {name}\n{filled}"

@@ -120,7 +120,7 @@ def _with_sizes_and_options(cls: type[T]) -> type[T]:
     for name, declared in {**options_of(Architecture), **attention_options()}.items():
         option, default = declared.option, declared.default
         if name in attention_options():
-            text = option.help if default is None else f"{option.help}. By default {as_word(default)}"
+            text = option.help if default is None else f"{option.help} (default: {as_word(default)})"
             option = replace(option, help=text, heading="options of attentions")
         if name != "name":
             cls.__annotations__[name] = Annotated[declared.kind | None, option]
