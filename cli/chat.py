@@ -3,34 +3,15 @@
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lingpt.common.end_of_text import TOKENIZER_CONFIG
 from lingpt.common.errors import UserError, first_line
-from lingpt.common.files import read_json_object, read_text
 from lingpt.data import Tokenizer
 from lingpt.models import GPT, stream
-
-CHAT_TEMPLATE = "chat_template.jinja"
-
-
-def chat_template(folder: Path, end_token: str) -> tuple[str, dict[str, str]]:
-    """The template by which a conversation becomes text, as transformers saves it, and the tokens that it may
-    name: `bos_token` and others of tokenizer_config.json; the end of text stands for a missing `bos_token`.
-    UserError without a template."""
-    path, config = folder / CHAT_TEMPLATE, folder / TOKENIZER_CONFIG
-    values = read_json_object(config) if config.is_file() else {}
-    template = read_text(path) if path.is_file() else values.get("chat_template")
-    if not isinstance(template, str):
-        raise UserError(f"{folder} has no chat template: fine-tune the model with one (docs/fine-tuning.md)")
-    texts = {name: x.get("content") if isinstance(x, dict) else x for name, x in values.items()}
-    tokens = {name: x for name, x in texts.items() if name.endswith("_token") and isinstance(x, str)}
-    return template, {"bos_token": end_token} | tokens | {"eos_token": end_token}
 
 
 def chat(

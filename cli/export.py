@@ -27,7 +27,7 @@ class Options:
 def run(options: Options) -> None:
     import shutil
 
-    from lingpt.cli.chat import CHAT_TEMPLATE
+    from lingpt.common.chat_template import CHAT_TEMPLATE
     from lingpt.common.end_of_text import GENERATION_CONFIG, TOKENIZER_CONFIG
     from lingpt.common.errors import UserError
     from lingpt.common.files import new_folder, write_errors

@@ -42,7 +42,8 @@ def run(options: Options) -> None:
 
     import torch
 
-    from lingpt.cli.chat import chat, chat_template
+    from lingpt.cli.chat import chat
+    from lingpt.common.chat_template import read_chat_template
     from lingpt.common.devices import decoding_dtype, find_device
     from lingpt.common.errors import UserError
     from lingpt.common.files import read_text
@@ -57,7 +58,10 @@ def run(options: Options) -> None:
     if options.chat and (options.prompt or options.document or options.state):
         raise UserError("--chat reads messages from the terminal: leave out --prompt, --document and --state")
     tokenizer = load_tokenizer(folder / TOKENIZER)
-    template, tokens = chat_template(folder, tokenizer.end_token) if options.chat else ("", {})
+    template, tokens = read_chat_template(folder) if options.chat else ("", {})
+    if template is None:
+        raise UserError(f"{folder} has no chat template: fine-tune the model with one (docs/fine-tuning.md)")
+    tokens = {"bos_token": tokenizer.end_token} | tokens | {"eos_token": tokenizer.end_token}
     model = load_model(folder, device=device, dtype=dtype)
     sampling = {"temperature": options.temperature, "top_k": options.top_k, "seed": options.seed}
     sampling |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}

@@ -9,12 +9,17 @@ negative, and after each row stands ROW_END.
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lingpt.common.chat_template import CHAT_TEMPLATE
+from lingpt.common.end_of_text import TOKENIZER_CONFIG
 from lingpt.common.errors import UserError, one_line
+from lingpt.common.files import write_json, write_text
 from lingpt.data.tokenizer import Tokenizer, find_tokenizer
 
 ROW_END = int(np.iinfo(np.int32).min)
@@ -53,13 +58,16 @@ class AnswerTokenizer(Tokenizer):
         return found
 
     @functools.cached_property
+    def _template(self) -> str | None:
+        try:
+            return self._chat.chat_template
+        except UserError:
+            return None
+
+    @functools.cached_property
     def hash(self) -> str:
         """Of the tokenizer and of its chat template, if it has one."""
-        try:
-            template = self._chat.chat_template
-        except UserError:
-            template = None
-        return hashlib.sha256(json.dumps([super().hash, template]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([super().hash, self._template]).encode()).hexdigest()
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         rows = [self.parts(json.loads(text)) for text in texts]
@@ -84,6 +92,16 @@ class AnswerTokenizer(Tokenizer):
                 parts += prompt[len(done) :], whole[len(prompt) :]
                 done = whole
         return parts
+
+    def save(self, folder: str | os.PathLike) -> Path:
+        """Also the chat template, for `lingpt generate --chat`, and the tokens that it may name."""
+        path = super().save(folder)
+        if self._template is not None:
+            write_text(path.with_name(CHAT_TEMPLATE), self._template)
+            names = self._chat.special_tokens_map.items()
+            tokens = {name: token for name, token in names if isinstance(token, str)}
+            write_json(path.with_name(TOKENIZER_CONFIG), tokens)
+        return path
 
     def _render(self, messages: list[dict[str, str]], **options: bool) -> str:
         from jinja2 import TemplateError

@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 
+from lingpt.common.chat_template import CHAT_TEMPLATE, read_chat_template
 from lingpt.common.end_of_text import GENERATION_CONFIG, KNOWN, TOKENIZER_CONFIG, find_end_token
 from lingpt.common.errors import UserError, first_line
 from lingpt.common.files import read_text, write_errors, write_json, write_text
@@ -26,16 +27,19 @@ def export_hf(
     """Writes the folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
     tokenizer: a `tokenizer.json`, or a folder that holds one, such as the model's checkpoint; a config
-        beside it may name the token that ends a text. Without a tokenizer, `AutoTokenizer` would silently
-        give an empty one, so there is a warning.
+        beside it may name the token that ends a text, and its chat template is kept. Without a tokenizer,
+        `AutoTokenizer` would silently give an empty one, so there is a warning.
     card: the text of its README.md.
 
     Raises UserError for a file that is not a tokenizer.
     """
     folder = Path(folder)
     text, end, eos_id, vocab_size = None, "", 0, model.config.vocab_size
+    chat_template, tokens = None, dict[str, str]()
     if tokenizer:
-        text, end, eos_id, vocab_size = _read_tokenizer(Path(tokenizer))
+        path = Path(tokenizer) / TOKENIZER if Path(tokenizer).is_dir() else Path(tokenizer)
+        text, end, eos_id, vocab_size = _read_tokenizer(path)
+        chat_template, tokens = read_chat_template(path.parent)
     rows = model.config.padded_vocab_size
     unused = {"suppress_tokens": [*range(vocab_size, rows)]} if vocab_size < rows else {}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id)
@@ -65,6 +69,9 @@ def export_hf(
             )
             return
         names = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), end)
+        if chat_template is not None:
+            write_text(folder / CHAT_TEMPLATE, chat_template)
+            names |= tokens | {"eos_token": end}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left"}
         write_text(folder / TOKENIZER, text)
         write_json(
@@ -75,7 +82,6 @@ def export_hf(
 
 def _read_tokenizer(path: Path) -> tuple[str, str, int, int]:
     """A tokenizer.json's content, the token that ends a text and its id, and the highest id plus 1."""
-    path = path / TOKENIZER if path.is_dir() else path
     text = read_text(path)
     try:
         raw = tokenizers.Tokenizer.from_str(text)

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from lingpt.cli import chat
 from lingpt.cli.main import main
+from lingpt.common.chat_template import read_chat_template
 from lingpt.data.tokenizer import load_tokenizer, train_bpe
 from lingpt.models import GPT, ModelArgs, export_hf
 
@@ -53,4 +54,6 @@ def test_an_export_keeps_the_chat_and_the_end_of_a_text(tmp_path):
     assert load_tokenizer(tmp_path / "tuned").eos_id == end
     assert main(["export", str(tmp_path / "tuned"), str(tmp_path / "own")]) == 0
     assert load_tokenizer(tmp_path / "own").eos_id == end
-    assert chat.chat_template(tmp_path / "own", "<|im_end|>")[0] == TEMPLATE
+    assert main(["export", str(tmp_path / "tuned"), str(tmp_path / "hf"), "--hf", "true"]) == 0
+    for kept in (read_chat_template(tmp_path / "own")[0], AutoTokenizer.from_pretrained(tmp_path / "hf")):
+        assert getattr(kept, "chat_template", kept) == TEMPLATE

@@ -10,6 +10,7 @@ import pytest
 import transformers
 from pyarrow import parquet
 
+from lingpt.common.chat_template import read_chat_template
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig, Tokenizer, prepare
 from lingpt.data.packing import NO_TARGET
@@ -140,6 +141,16 @@ def test_a_tokenizer_that_transformers_cannot_read_gets_one_line(chat, monkeypat
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fails)
     with pytest.raises(UserError, match=r"^transformers cannot read the tokenizer .* \(no network\)"):
         prepare(config(ROWS * 3, chat), progress=False)
+
+
+def test_a_checkpoint_of_a_conversation_can_chat(chat, tmp_path):
+    """Guards: `lingpt generate --chat` of a run on conversations, which had no template."""
+    settings = json.loads((chat / "tokenizer_config.json").read_text()) | {"bos_token": "<|endoftext|>"}
+    (chat / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "checkpoint").mkdir()
+    prepare(config(ROWS * 3, chat), progress=False).tokenizer.save(tmp_path / "checkpoint")
+    template, tokens = read_chat_template(tmp_path / "checkpoint")
+    assert template == TEMPLATE and tokens["bos_token"] == tokens["eos_token"] == "<|endoftext|>"
 
 
 def test_the_template_identifies_the_data(chat):
