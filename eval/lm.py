@@ -265,7 +265,7 @@ class LinGPTLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Greedy text after each context, up to a stop sequence, end-of-text or `max_gen_toks`.
 
-        Contexts of equal length share a batch (a recurrent state would see padding on the left).
+        A batch has contexts of similar lengths, padded on the left.
         """
         texts = self.text_tokenizer.encode_batch([request.args[0] for request in requests])
         groups = defaultdict(list)
@@ -273,13 +273,15 @@ class LinGPTLM(TemplateLM):
             until, new = self._generation_options(request.args[1])
             self.cut_prompts += len(tokens) > self.max_length - new
             tokens = (tokens or [self.prefix_token_id])[-(self.max_length - new) :]
-            groups[len(tokens), new, until].append((i, tokens))
+            groups[new, until].append((i, tokens))
         answers = [""] * len(requests)
         with self._bar(len(requests), disable_tqdm, "generations") as bar:
-            for (length, new, until), members in sorted(groups.items(), reverse=True):
-                size = max(1, self.batch_tokens // (length + new))
-                for start in range(0, len(members), size):
-                    indices, contexts = zip(*members[start : start + size], strict=True)
+            for (new, until), members in groups.items():
+                members.sort(key=lambda member: len(member[1]), reverse=True)
+                while members:
+                    size = max(1, self.batch_tokens // (len(members[0][1]) + new))
+                    indices, contexts = zip(*members[:size], strict=True)
+                    del members[:size]
                     for i, answer in zip(indices, self._generate(contexts, new, until), strict=True):
                         answers[i] = answer
                     bar.update(len(indices))
@@ -301,13 +303,20 @@ class LinGPTLM(TemplateLM):
         return tuple(handle_stop_sequences(options.get("until"), eos)), new
 
     def _generate(self, contexts: Sequence[list[int]], max_new: int, until: Sequence[str]) -> list[str]:
-        """Greedy continuations of contexts of one length, cut before the first stop sequence."""
-        idx = torch.tensor(contexts, device=self.device)
+        """Greedy continuations, cut before the first stop sequence."""
+        length = max(map(len, contexts))
+        padding = [length - len(tokens) for tokens in contexts]
+        rows = [[0] * n + list(tokens) for n, tokens in zip(padding, contexts, strict=True)]
+        idx, borders = torch.tensor(rows, device=self.device), None
+        if any(padding):  # each row is two documents, the first of them padding
+            edges = [b * length + n for b, own in enumerate(padding) for n in (0, own)]
+            borders = torch.tensor([*edges, idx.numel()], dtype=torch.int32, device=self.device)
         state = self.model.new_state(len(idx), idx.shape[1] + max_new, device=self.device, dtype=self.dtype)
         tokens: list[list[int]] = [[] for _ in contexts]
         running = [True] * len(contexts)
         for _ in range(max_new):
-            last = self.model.hidden(idx, state)[:, -1]  # one row of logits is enough for a prompt
+            last = self.model.hidden(idx, state, borders)[:, -1]  # one row of logits is enough for a prompt
+            borders = None
             logits = self.model.lm_head(last)[:, : self.text_tokenizer.vocab_size]  # without rows of padding
             idx = logits.argmax(-1, keepdim=True)
             for b, token in enumerate(idx[:, 0].tolist()):

@@ -118,6 +118,17 @@ def test_generation_is_hflms(ours, hflm):
     assert ours.generate_until(instances("generate_until", requests)) == expected
 
 
+@pytest.mark.parametrize("attention", ["ours", ["ours-gated", "softmax"], ["gla", "unified"]], ids=str)
+def test_padding_does_not_change_what_is_generated(attention, tokenizer):
+    """Contexts of several lengths in one batch, and one at a time: no state reads the padding."""
+    rng = random.Random(5)
+    options = {"until": [], "max_gen_toks": 8}
+    requests = [(sentence(rng, n), options) for n in (1, 3, 3, 7, 30)]
+    lm = LinGPTLM(tiny_model(attention), tokenizer, progress=False)
+    expected = [lm.generate_until(instances("generate_until", [request]))[0] for request in requests]
+    assert lm.generate_until(instances("generate_until", requests)) == expected
+
+
 def test_encoding_is_lm_evals(ours):
     """The batched encoding cuts every pair where lm-eval's own `_encode_pair` does."""
     for (context, continuation), found in zip(pairs(), ours.encode_pairs(pairs()), strict=True):
