@@ -48,20 +48,21 @@ def model(attention: str) -> tuple[GPT, torch.Tensor]:
 def test_packed_documents_are_as_each_alone(attention):
     """Guards: a leak across a border, in either direction; a document that loses its own tokens.
 
-    In float64 each weight's gradient; in fp32 all of them as one vector, as the gradient of a decay's bias is
-    a sum that nearly cancels."""
+    In float64 each number; in fp32 all of them as one vector, as the gradient of a decay's bias is a sum that
+    nearly cancels, and a single output's rounding depends on the processor."""
     for dtype, bound in ((torch.float64, 1e-6), (torch.float32, 1e-5)):
         gpt, idx = model(attention)
         gpt = gpt.to(dtype)
         packed = gpt.hidden(idx, cu_seqlens=CU_SEQLENS).flatten(0, 1)
         alone = torch.cat([gpt.hidden(idx.flatten()[None, a:b])[0] for a, b in pairwise(BORDERS)])
-        torch.testing.assert_close(packed, alone, rtol=bound, atol=bound)
         weights, dy = list(gpt.transformer.parameters()), torch.randn_like(packed)
         found, expected = (torch.autograd.grad(y, weights, dy) for y in (packed, alone))
         if dtype == torch.float64:
+            torch.testing.assert_close(packed, alone, rtol=bound, atol=bound)
             for x, y in zip(found, expected, strict=True):
                 torch.testing.assert_close(x, y, rtol=bound, atol=bound * y.abs().max().item())
         whole, wanted = (torch.cat([x.flatten() for x in one]) for one in (found, expected))
+        assert (packed - alone).norm() < bound * alone.norm()
         assert (whole - wanted).norm() < bound * wanted.norm()
 
 
