@@ -53,6 +53,7 @@ def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
     for unsupported, what in (
         (hf.get("hidden_act", "silu") != "silu", f"the activation {hf.get('hidden_act')}"),
         (rope_type not in ("default", "llama3"), f"RoPE of type {rope_type}"),
+        (rope.get("partial_rotary_factor", 1.0) != 1, "RoPE of a part of its dimensions"),
         (biases not in ((False, False), (kind == "llama",) * 2), "biases in a part of its layers"),
         (hf.get("use_sliding_window"), "a sliding window"),
     ):
@@ -71,7 +72,7 @@ def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
             bias=all(biases),
             attn_bias=kind == "qwen2",
             tie_embeddings=hf.get("tie_word_embeddings", False),
-            rotary_percentage=rope.get("partial_rotary_factor", 1.0),
+            rotary_percentage=1.0,
             rope_base=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
             rope_adjustments={ours: rope[theirs] for ours, theirs in _ROPE.items()}
             if rope_type == "llama3"

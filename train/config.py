@@ -271,6 +271,8 @@ def check(recipe: Recipe, world_size: int) -> None:
         raise UserError(f"train.wandb_project is {t.wandb_project}; it must be text without {taken.pop()!r}")
     if t.z_loss and t.teacher is not None:
         raise UserError("train.z_loss is for the loss of the next token: leave it out, or train.teacher")
+    if t.imitate != "logits" and t.teacher is None:
+        raise UserError(f"train.imitate {t.imitate} is for what a teacher has: give --train.teacher, too")
     if t.muon_learning_rate is not None and t.optimizer != "muon":
         raise UserError("train.muon_learning_rate is for train.optimizer muon: leave it out, or give that")
     if t.offload_activations and not t.activation_checkpointing:

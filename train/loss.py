@@ -85,7 +85,7 @@ def inputs_and_targets(
 def rows_per_chunk(vocab_size: int, n_embd: int) -> int:
     """Tokens whose logits exist at a time: a power of two, so that chunks are equal and tiles are whole."""
     elements = CHUNK_ELEMENTS if n_embd > SMALL_EMBD else 2 * CHUNK_ELEMENTS
-    return 1 << max(0, (elements // vocab_size).bit_length() - 1)
+    return 1 << (elements // vocab_size).bit_length() - 1
 
 
 def cross_entropy_sum(

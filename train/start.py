@@ -93,6 +93,7 @@ def _train(recipe: Recipe) -> Path:
         print_rank0(f"memory: {too_small_message(machine, gpt, recipe)}")
     # Before the processes are launched, as a long tokenisation would exceed their timeouts.
     dataset = prepare(recipe.data, padded_vocab_size=gpt.config.padded_vocab_size)
+    _check_validation(recipe, dataset)
     t = recipe.train
     parallel = Parallel(machine, t.reduce_bf16, t.timeout_minutes, t.context_parallel)
     with RunLock(recipe.run_folder) as lock:
@@ -120,6 +121,16 @@ def _train(recipe: Recipe) -> Path:
                 raise Interrupted(stop.number, report.stopped_message(recipe, run.progress.step))
             report.final_report(recipe, dataset, parallel, run.progress.train_time)
     return recipe.run_folder
+
+
+def _check_validation(recipe: Recipe, dataset: Dataset) -> None:
+    """Raises UserError if the run would validate on prompts alone."""
+    for name, blocks in {"the validation": dataset.val, **dataset.val_sources}.items():
+        if not blocks.num_targets(range(recipe.validation_blocks(len(blocks)))):
+            raise UserError(
+                f"{name} has no answer in the tokens that are validated on: raise --train.eval_tokens or "
+                "--data.seq_len, or give another text"
+            )
 
 
 def _start(

@@ -60,3 +60,14 @@ def test_an_error_comes_with_the_batch_that_it_is_of(prefetch):
     assert prefetch.get(8, 1) is not None
     with pytest.raises(UserError, match="damaged"):
         prefetch.get(9, 0)
+
+
+def test_closed_it_reads_no_further(prefetch, batches):
+    """It waits for what is being read, and leaves the rest. Guards: a thread that outlives its run."""
+    left, get = threading.Event(), batches.get
+    batches.get = lambda *args: (batches.read and left.wait(2), get(*args))[1]
+    prefetch.get(0, 0)
+    [*prefetch._coming.values()][-1].add_done_callback(lambda _: left.set())
+    prefetch.close()
+    assert len(batches.read) <= 2
+    assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())

@@ -150,6 +150,7 @@ def test_named_models_have_their_parameters():
     [
         ({"hidden_act": "gelu"}, "not supported: it has the activation gelu"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "it has RoPE of type yarn"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "it has RoPE of a part of its dimensions"),
         ({"attention_bias": True}, "it has biases in a part of its layers"),
         ({"use_sliding_window": True}, "it has a sliding window"),
         ({"num_key_value_heads": 3}, "none of llama's: n_head=4 must be a multiple of n_query_groups=3"),

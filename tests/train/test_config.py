@@ -34,6 +34,7 @@ def test_steps_are_whole_and_cover_the_tokens():
         ({"learning_rate": 0.0}, 1, "above 0"),
         ({"max_steps": 0}, 1, "train.max_steps is 0; it must be a whole number from 1 to 1,000,"),
         ({"decay_steps": 5}, 1, "decay_steps is of the schedule wsd, and train.schedule is cosine"),
+        ({"imitate": "blocks"}, 1, "train.imitate blocks is for what a teacher has: give --train.teacher"),
         ({"decay_steps": 50, "schedule": "wsd"}, 1, "train.decay_steps is 50; it must be 1 to 9"),
         ({"eval_tokens": 100}, 1, "less than one sequence"),
         ({"beta1": 2.0}, 1, "train.beta1 is 2.0; it must be a number of at least 0 and below 1"),

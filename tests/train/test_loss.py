@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from lingpt.models import GPT, ModelArgs
-from lingpt.train.loss import NextTokenLoss, cross_entropy_sum, loss_and_gradient
+from lingpt.train.loss import (
+    CHUNK_ELEMENTS,
+    NextTokenLoss,
+    cross_entropy_sum,
+    loss_and_gradient,
+    rows_per_chunk,
+)
 
 
 def tensors(dtype=torch.float64):
@@ -90,6 +96,15 @@ def test_never_holds_all_logits():
     with Largest():
         cross_entropy_sum(hidden, weight, targets, rows=2).backward()
     assert largest == weight.numel() < targets.numel() * weight.shape[0]
+
+
+@pytest.mark.parametrize("n_embd", [1024, 1025])
+@pytest.mark.parametrize("vocab_size", [2048, 50304, 2**24])
+def test_a_chunk_is_the_largest_power_of_two_that_fits(vocab_size, n_embd):
+    """Twice as large for small models. Guards: logits beyond the memory planned for them, or small chunks."""
+    rows, most = rows_per_chunk(vocab_size, n_embd), CHUNK_ELEMENTS * (2 if n_embd == 1024 else 1)
+    assert rows.bit_count() == 1
+    assert rows * vocab_size <= most < 2 * rows * vocab_size
 
 
 def test_a_chunk_compiles_to_one_graph():

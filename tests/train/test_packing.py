@@ -1,5 +1,6 @@
 """Training on packed documents: each counts as if it were alone, and a resumed run has the same ones."""
 
+import json
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 
+from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_metrics
 from lingpt.data import Batch, prepare
 from lingpt.models import GPT, ModelArgs
@@ -97,3 +99,15 @@ def test_other_borders_compile_nothing_anew(make_packed):
         counts.append(counter.frame_count)
         documents.add(batch.cu_seqlens.unique().numel())
     assert len(set(counts)) == 1 and len(documents) > 1
+
+
+def test_a_validation_of_prompts_alone_is_told_before_training(make_packed, tmp_path):
+    """Guards: a division by zero at the first validation, which may come after hours."""
+    recipe = make_packed(eval_tokens=32)
+    texts = {key: tmp_path / f"{key}.jsonl" for key in ("source", "val_source")}
+    for key, path in texts.items():
+        path.write_text(json.dumps({"prompt": "a " * 99, "completion": key}))
+    recipe.data = replace(recipe.data, **{key: str(path) for key, path in texts.items()}, rows="answers")
+    with pytest.raises(UserError, match=r"the validation has no answer .* raise --train\.eval_tokens"):
+        train(recipe)
+    assert not recipe.run_folder.exists()

@@ -177,7 +177,8 @@ def _new_checkpoint(run: Path, manifest: dict[str, Any], retention: RetentionPol
 def prune_checkpoints(run: Path, retention: RetentionPolicy) -> None:
     """Removes the run's whole checkpoints that `retention` does not keep."""
     whole = valid_checkpoints(run)
-    best = min(whole, key=val_loss, default=None) if retention.best else None
+    validated = [path for path in whole if val_loss(path) < math.inf] if retention.best else []
+    best = min(validated, key=val_loss, default=None)
     for old in whole[: -retention.newest]:
         if old != best and not is_wsd_decay_start(old):
             try:  # renamed first: a kill leaves no partial checkpoint

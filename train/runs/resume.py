@@ -267,17 +267,21 @@ def check_init_from(recipe: Recipe, config: Config) -> None:
 def _find_init_from(recipe: Recipe, moves_old_run: bool) -> Path | None:
     """The undamaged model folder of the recipe's `init_from`, if it has one; UserError if it is damaged.
 
-    moves_old_run: UserError, before that is done, also if the new run could not start from there.
+    moves_old_run: UserError, before that is done, also if the new run could not start from there, or would
+    lose its teacher.
     """
-    if recipe.train.init_from is None:
-        return None
-    folder = find_model_folder(Path(recipe.train.init_from))
-    if moves_old_run:
-        if folder.resolve().is_relative_to(recipe.run_folder.resolve()):
+    t = recipe.train
+    for option, given in (("init_from", t.init_from), ("teacher", t.teacher)):
+        in_run = given and Path(given).resolve().is_relative_to(recipe.run_folder.resolve())
+        if moves_old_run and in_run:
             raise UserError(
-                f"--train.init_from {recipe.train.init_from} is in the run that --train.resume never would "
-                "move aside: choose another --train.name"
+                f"--train.{option} {given} is in the run that --train.resume never would move aside: choose "
+                "another --train.name"
             )
+    if t.init_from is None:
+        return None
+    folder = find_model_folder(Path(t.init_from))
+    if moves_old_run:
         load_weights(GPT.on_meta(config_of(recipe)), folder)
     return folder
 

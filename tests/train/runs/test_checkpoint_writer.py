@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import threading
 import time
@@ -205,15 +206,26 @@ def test_by_time_too(make_recipe, monkeypatch):
 
 
 def test_the_best_is_kept(make_recipe, monkeypatch):
-    """Saved where the validation is at its lowest, whatever the interval, and never rotated."""
-    losses = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 2.0, 12: 2.5, 14: 2.6}
+    """Saved where the validation is below all before, whatever the interval, and never rotated."""
+    losses = {2: 5.0, 4: 3.0, 6: 3.0, 8: 3.5, 10: 3.2, 12: 2.0, 14: 2.0, 16: 2.6}
     monkeypatch.setattr(loop, "validate", lambda run, *_: (losses[run.progress.step], []))
-    options = {"eval_interval": 2, "save_interval": 3, "keep_checkpoints": 1, "keep_best": True}
+    saved, save = [], loop.Run.save
+    monkeypatch.setattr(loop.Run, "save", lambda run: saved.append(run.progress.step) or save(run))
+    options = {"eval_interval": 2, "save_interval": 5, "keep_checkpoints": 1, "keep_best": True}
     folder = train(make_recipe(max_steps=8, **options))
     assert names(folder) == ["step-00000004", "step-00000008"]
     assert read_manifest(valid_checkpoints(folder)[0])["val_loss"] == 3.0
-    train(make_recipe(max_steps=14, **options))
-    assert names(folder) == ["step-00000010", "step-00000014"]
+    train(make_recipe(max_steps=16, **options | {"save_interval": 11}))
+    assert names(folder) == ["step-00000012", "step-00000016"]
+    assert saved == [2, 4, 5, 8, 11, 12, 16]
+
+
+def test_without_a_validation_none_is_the_best(make_recipe):
+    """Guards: the oldest checkpoint kept as the best, where none knows a loss."""
+    folder = train(make_recipe(max_steps=4, save_interval=1, keep_checkpoints=9, eval_interval=100))
+    shutil.rmtree(folder / "checkpoints/step-00000004")  # the last step is always validated
+    checkpoint.prune_checkpoints(folder, checkpoint.RetentionPolicy(2, best=True))
+    assert names(folder) == ["step-00000002", "step-00000003"]
 
 
 LOSSES = {3: 2.0, 6: 3.0, 9: 2.5, 12: 2.6}  # of validations; the first one is cut short

@@ -347,14 +347,16 @@ def test_a_run_goes_on_without_the_weights_it_began_with(make_recipe):
 
 
 def test_the_old_run_stays_where_the_new_one_has_nothing_to_start_from(make_recipe):
-    """Guards: `--train.resume never` had moved the run by the time that `--train.init_from` was not found."""
+    """Guards: `--train.resume never` had moved the run by the time that `--train.init_from` was not found, or
+    its teacher."""
     folder = train(make_recipe(max_steps=3))
-    for init_from, line in (
-        ("typo", "no model in typo: there is no such folder"),
-        (str(folder), "in the run that"),
+    for options, line in (
+        ({"init_from": "typo"}, "no model in typo: there is no such folder"),
+        ({"init_from": str(folder)}, "init_from .* is in the run that"),
+        ({"teacher": str(folder)}, "teacher .* is in the run that"),
     ):
         with pytest.raises(UserError, match=line):
-            train(make_recipe(resume="never", init_from=init_from))
+            train(make_recipe(resume="never", **options))
     assert names(folder) == ["step-00000003"] and not list(folder.parent.glob("*.old-*"))
 
 
