@@ -151,15 +151,16 @@ def _make(
 ) -> None:
     seen, dropped = set[int](), 0
 
-    def unique(documents: Iterable[Encoded]) -> Iterator[Encoded]:
+    def unique(split: Split, name: str) -> Generator[Encoded]:
         nonlocal dropped
-        for document in documents:
-            if dedup and document.digest in seen:
-                dropped += 1
-                continue
-            if dedup:
-                seen.add(document.digest)
-            yield document
+        with closing(_encode(split, name, tokenizer, num_workers, progress, empty)) as documents:
+            for document in documents:
+                if dedup and document.digest in seen:
+                    dropped += 1
+                    continue
+                if dedup:
+                    seen.add(document.digest)
+                yield document
 
     dtype, empty = token_dtype(tokenizer.vocab_size, tokenizer.end_id), {"train": 0, "val": 0}
     with new_folder(folder) as partial:
@@ -168,15 +169,11 @@ def _make(
             StreamWriter(partial / "val.arrow", dtype) as val,
         ):
             if corpus.val:
-                with closing(
-                    _encode(corpus.val, "val", tokenizer, num_workers, progress, empty)
-                ) as documents:
-                    for document in unique(documents):
+                with closing(unique(corpus.val, "val")) as documents:
+                    for document in documents:
                         val.add(document)
-            with closing(
-                _encode(corpus.train, "train", tokenizer, num_workers, progress, empty)
-            ) as documents:
-                split_by_content(unique(documents), fraction, train, val)
+            with closing(unique(corpus.train, "train")) as documents:
+                split_by_content(documents, fraction, train, val)
         _check_filled(corpus, train, val)
         manifest: dict[str, Any] = {
             "format": FORMAT,

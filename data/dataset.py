@@ -1,5 +1,6 @@
 """From a configuration to blocks of tokens: the interface of this folder for training and evaluation."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -190,33 +191,23 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
     tokenizer = _tokenizer(config)
     if padded_vocab_size is not None:
         tokenizer.check_fits(padded_vocab_size)
-
-    def cached(corpus: Corpus, val_fraction: float | None) -> TokenCache:
-        return token_cache(
-            corpus,
-            tokenizer,
-            folder,
-            val_fraction=val_fraction,
-            dedup=config.dedup,
-            num_workers=config.num_workers,
-            progress=progress,
-        )
-
     if config.stream and config.packing == "documents":
         raise UserError("data.packing documents needs all of the text, which data.stream does not wait for")
     end = tokenizer.end_id if config.packing == "documents" else None
+    how: dict[str, Any] = {"dedup": config.dedup, "num_workers": config.num_workers, "progress": progress}
+    cached = functools.partial(token_cache, tokenizer=tokenizer, cache_dir=folder, **how)
     parts = []
     for source, share in shares.items():
         corpus = open_corpus(source, config.val_source, folder, config.row_key)
         if config.stream:
             parts.append(_growing(replace(config, source=source), corpus, tokenizer, folder, share, cached))
             continue
-        cache = cached(corpus, config.val_fraction)
+        cache = cached(corpus, val_fraction=config.val_fraction)
         splits = (_blocks(corpus.name, cache, split, config.seq_len, end) for split in ("train", "val"))
         parts.append(Part(corpus, cache, share, *splits))
     others = {}
     for name, source in named.items():
-        cache = cached(validation_corpus(source, folder, config.row_key), None)
+        cache = cached(validation_corpus(source, folder, config.row_key), val_fraction=None)
         others[name] = _blocks(source, cache, "train", config.seq_len, end)
     train: PackedDataset | Mixture = parts[0].train
     val: PackedDataset | Mixture = parts[0].val
@@ -237,7 +228,7 @@ def _growing(
     tokenizer: Tokenizer,
     folder: Path,
     share: int,
-    cached: Callable[[Corpus, float | None], TokenCache],
+    cached: Callable[..., TokenCache],
 ) -> Part:
     """The part of a source of `--data.stream`; its validation text is tokenised first."""
     if corpus.val is None:
@@ -247,7 +238,7 @@ def _growing(
         )
     entry = entry_folder(corpus, tokenizer, folder, None, config.dedup)
     held_out = replace(corpus, content_hash=_hash([corpus.content_hash, "val"]), train=corpus.val, val=None)
-    val_cache = cached(held_out, None)
+    val_cache = cached(held_out, val_fraction=None)
     val = _blocks(corpus.name, val_cache, "train", config.seq_len, None)
     manifest = {
         **val_cache.manifest,

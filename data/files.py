@@ -148,22 +148,17 @@ def _split(files: list[Path], text_key: str) -> Split:
     that has changed since. UserError for a file whose name says otherwise how it is compressed: its bytes
     might be in the token cache, read otherwise.
     """
-    stamps = list(map(_stamp, files))
+    stamps = list(map(file_stamp, files))
     for path in files:
         check_compression(path)
 
     def read() -> Iterator[Document]:
         for path, stamp in zip(files, stamps, strict=True):
             yield from read_file(path, text_key)
-            if _stamp(path) != stamp:
+            if file_stamp(path) != stamp:
                 raise UserError(f"{path} changed after it was hashed: run again when nothing writes to it")
 
     return Split(read, total=sum(size for size, *_ in stamps), unit="B")
-
-
-def _stamp(path: Path) -> list[int]:
-    with read_errors(path):
-        return file_stamp(path)
 
 
 def read_file(path: Path, text_key: str = TEXT_KEY) -> Iterator[Document]:
