@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lingpt.common.errors import UserError, unknown
+from lingpt.common.errors import UserError
 from lingpt.data.files import find_files
 from lingpt.eval import table2
 from lingpt.eval.benchmarks import Column
@@ -64,13 +64,6 @@ SUITES = {
         measures=("recall_phrases",),
     ),
 }
-
-
-def check_suites(names: Sequence[str]) -> None:
-    """Raises UserError for an unknown suite."""
-    for name in names:
-        if name not in SUITES:
-            raise unknown("suite", name, SUITES)
 
 
 def measures_of(suites: Sequence[str]) -> list[str]:

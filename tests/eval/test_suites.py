@@ -13,7 +13,7 @@ import torch
 from tokenizers import processors
 
 import lingpt.models
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, check_known
 from lingpt.common.files import file_sha256
 from lingpt.data import Tokenizer
 from lingpt.eval import scoring
@@ -28,7 +28,7 @@ from lingpt.eval.runs import find_checkpoints
 from lingpt.eval.scores import Positions, unpack_bits
 from lingpt.eval.scoring import Scorer
 from lingpt.eval.suite_tables import save_suites, score_table, suite_tables
-from lingpt.eval.suites import benchmark_tasks, check_suites, text_measurements
+from lingpt.eval.suites import SUITES, benchmark_tasks, text_measurements
 from lingpt.eval.texts import Texts, parse_texts, read_texts, spans
 from lingpt.models import GPT, Config
 
@@ -425,7 +425,7 @@ def test_prompts_that_were_cut_are_noted():
 
 def test_mistakes(eval_data, tmp_path, capsys):
     with pytest.raises(UserError, match="did you mean 'commonsense'"):
-        check_suites(["comonsense"])
+        check_known("suite", ["comonsense"], SUITES)
     for word in ("novels", "=novels", "novels="):
         with pytest.raises(UserError, match="give name=path"):
             parse_texts([word])
