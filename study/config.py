@@ -81,9 +81,6 @@ class Study:
         names = [(row, f"{row}-seed{seed}", seed) for row in self.attentions for seed in range(self.seeds)]
         return names if self.row_by_row else sorted(names, key=lambda name: name[2])
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def studies() -> list[str]:
     """The names of the shipped studies."""
