@@ -46,7 +46,6 @@ class Row(BenchRow):
     planned_sending: float | None = None
 
     def line(self) -> str:
-        """The row as a line for the terminal."""
         what = f"{self.kind} {self.attention} N = {self.seq_len:,} on {self.devices}"
         if self.status != "ok" or not self.losses:
             return f"{what}: {self.failure}"

@@ -45,7 +45,6 @@ class DecodeRow(BenchRow):
         return "transformers" if self.transformers else "graph" if self.graph else "eager"
 
     def line(self) -> str:
-        """The row as a line for the terminal."""
         what = f"{self.model} {self.attention}, batch {self.batch_size}, context {self.context}, {self.step}"
         if self.ms is None or self.state_bytes is None:
             return f"{what}: {self.failure}"

@@ -45,7 +45,6 @@ class Row(BenchRow):
     estimated_memory: int | None = None
 
     def line(self) -> str:
-        """The row as a line for the terminal."""
         what = f"{self.model} N = {self.seq_len}, {self.attention}"
         if self.status != "ok" or self.ms is None:
             return f"{what}: {self.failure}"

@@ -193,7 +193,6 @@ def _within_table(results: Sequence[Result]) -> Table:
 
 
 def _ends(scores: Sequence[Score]) -> list[int]:
-    """The ends of all groups of positions."""
     return sorted({group.to for score in scores for group in score.positions})
 
 
