@@ -9,7 +9,6 @@ them. An entry is a folder that is written whole or not at all. A lock lets one 
 which are checked as they are read.
 """
 
-import hashlib
 import json
 import sys
 import time
@@ -30,7 +29,7 @@ from lingpt.common.files import (
     write_errors,
 )
 from lingpt.common.locks import file_lock
-from lingpt.data.corpus import Corpus, Document, Split
+from lingpt.data.corpus import Corpus, Document, Split, hash_of
 from lingpt.data.packing import PackedDocuments
 from lingpt.data.stream import PackedDataset, StreamWriter
 from lingpt.data.tokenizer import Tokenizer
@@ -115,7 +114,7 @@ def entry_folder(
 ) -> Path:
     """Where the entry of `corpus` is, or will be. fraction: of the documents, held out by their hash."""
     decides = [FORMAT, corpus.content_hash, tokenizer.hash, fraction, *(["dedup"] if dedup else [])]
-    return cache_dir / "tokens" / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+    return cache_dir / "tokens" / hash_of(decides)[:32]
 
 
 @contextmanager
