@@ -1,6 +1,5 @@
 """From a configuration to blocks of tokens: the interface of this folder for training and evaluation."""
 
-import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -194,19 +193,22 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
         raise UserError("data.packing documents needs all of the text, which data.stream does not wait for")
     end = tokenizer.end_id if config.packing == "documents" else None
     how: dict[str, Any] = {"dedup": config.dedup, "num_workers": config.num_workers, "progress": progress}
-    cached = functools.partial(token_cache, tokenizer=tokenizer, cache_dir=folder, **how)
+
+    def cached(corpus: Corpus, val_fraction: float | None) -> TokenCache:
+        return token_cache(corpus, tokenizer, folder, val_fraction=val_fraction, **how)
+
     parts = []
     for source, share in shares.items():
         corpus = open_corpus(source, config.val_source, folder, config.row_key)
         if config.stream:
             parts.append(_growing(replace(config, source=source), corpus, tokenizer, folder, share, cached))
             continue
-        cache = cached(corpus, val_fraction=config.val_fraction)
+        cache = cached(corpus, config.val_fraction)
         splits = (_blocks(corpus.name, cache, split, config.seq_len, end) for split in ("train", "val"))
         parts.append(Part(corpus, cache, share, *splits))
     others = {}
     for name, source in named.items():
-        cache = cached(validation_corpus(source, folder, config.row_key), val_fraction=None)
+        cache = cached(validation_corpus(source, folder, config.row_key), None)
         others[name] = _blocks(source, cache, "train", config.seq_len, end)
     train: PackedDataset | Mixture = parts[0].train
     val: PackedDataset | Mixture = parts[0].val
@@ -227,7 +229,7 @@ def _growing(
     tokenizer: Tokenizer,
     folder: Path,
     share: int,
-    cached: Callable[..., TokenCache],
+    cached: Callable[[Corpus, float | None], TokenCache],
 ) -> Part:
     """The part of a source of `--data.stream`; its validation text is tokenised first."""
     if corpus.val is None:
@@ -237,7 +239,7 @@ def _growing(
         )
     entry = entry_folder(corpus, tokenizer, folder, None, config.dedup)
     held_out = replace(corpus, content_hash=hash_of([corpus.content_hash, "val"]), train=corpus.val, val=None)
-    val_cache = cached(held_out, val_fraction=None)
+    val_cache = cached(held_out, None)
     val = _blocks(corpus.name, val_cache, "train", config.seq_len, None)
     manifest = {
         **val_cache.manifest,
