@@ -165,7 +165,6 @@ def _check_first_loss(row: Row, results: BenchResults[Row]) -> None:
 
 
 def _words(row: Row, everywhere: Sequence[str], out: Path) -> list[str]:
-    """The options of the row's run."""
     values = {
         "model.name": row.model, "model.attention": row.attention, "model.block_size": row.seq_len,
         "data.seq_len": row.seq_len, "train.global_batch_size": row.batch, "train.micro_batch_size": 1,

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
-from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats, style_axes
+from lingpt.bench.results import BenchResults, BenchRow, length_axis, made_on, markdown, number
+from lingpt.common.format import distinct
+from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats
 from lingpt.plots.palette import MARKERS, line_styles
 
 COLUMNS = (
@@ -45,7 +46,6 @@ class Row(BenchRow):
     planned_sending: float | None = None
 
     def line(self) -> str:
-        """The row as a line for the terminal."""
         what = f"{self.kind} {self.attention} N = {self.seq_len:,} on {self.devices}"
         if self.status != "ok" or not self.losses:
             return f"{what}: {self.failure}"
@@ -115,7 +115,7 @@ class Results(BenchResults[Row]):
         _draw_panel(rate, rows, "k tokens/s a device", "tokens_per_second", "planned_tokens_per_second", 1e3)
         _draw_panel(memory, rows, "GB a device", "peak_memory", "planned_memory", 1e9)
         legend_beside(figure, *rate.get_legend_handles_labels())
-        models = " and ".join(dict.fromkeys(row.model for row in rows))
+        models = distinct(row.model for row in rows)
         add_caption(figure, f"{models}; hollow: what the plan foretells.\n{made_on(self.environment)}.")
         return save_formats(figure, folder, "context")
 
@@ -133,11 +133,8 @@ def _draw_panel(panel: Any, rows: list[Row], label: str, measured: str, planned:
         panel.plot(lengths, _in(unit, mine, measured), label=f"{attention} on {devices}", **style)
         panel.plot(lengths, _in(unit, mine, planned), **hollow)
     ticks = sorted({row.seq_len for row in rows})
-    panel.set(xscale="log", xlabel="N (tokens of a sequence)", ylabel=label)
-    panel.set_xticks(ticks, list(map(in_k, ticks)))
-    panel.minorticks_off()
+    length_axis(panel, ticks, xlabel="N (tokens of a sequence)", ylabel=label)
     panel.set_ylim(bottom=0)
-    style_axes(panel)
 
 
 def _in(unit: float, rows: list[Row], name: str) -> list[float]:

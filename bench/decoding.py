@@ -30,7 +30,7 @@ from lingpt.bench.environment import warn_if_shared
 from lingpt.bench.results import Session
 from lingpt.bench.step_results import SHORT_CONV
 from lingpt.common.devices import decoding_dtype, find_device
-from lingpt.common.errors import unknown
+from lingpt.common.errors import check_known
 from lingpt.models import GPT, MODELS, Config, DecodingState, ModelArgs, attention_form
 from lingpt.models.attention.softmax import KVCache
 from lingpt.models.decoding_graph import DecodingGraph
@@ -121,8 +121,7 @@ def bench_decoding(
 
 def choose_configs(model: str, attentions: Sequence[str], block_size: int) -> dict[str, Config]:
     """Form (as named in tables) → the model's configuration with it; UserError for unknown names."""
-    if model not in MODELS:
-        raise unknown("model", model, MODELS)
+    check_known("model", [model], MODELS)
     configs = {}
     for attention in attentions or FORMS:
         args = ModelArgs(name=model, attention=attention, block_size=block_size)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
+from lingpt.bench.results import BenchResults, BenchRow, length_axis, made_on, markdown, number
 from lingpt.common.format import scaled
-from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats, style_axes
+from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats
 from lingpt.plots.palette import DASHES, line_styles
 
 COLUMNS = (
@@ -45,7 +45,6 @@ class DecodeRow(BenchRow):
         return "transformers" if self.transformers else "graph" if self.graph else "eager"
 
     def line(self) -> str:
-        """The row as a line for the terminal."""
         what = f"{self.model} {self.attention}, batch {self.batch_size}, context {self.context}, {self.step}"
         if self.ms is None or self.state_bytes is None:
             return f"{what}: {self.failure}"
@@ -123,10 +122,7 @@ def _draw_model(rows: list[DecodeRow], times: Any, states: Any) -> None:
             y = [(row.state_bytes or 0) / 1e6 for row in own]
             states.plot(x, y, markersize=4, linewidth=1.5, **style)
     for panel, what, unit in ((times, "time", "ms"), (states, "state", "MB")):
-        panel.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel=f"{what} ({unit})")
-        panel.set_xticks(contexts, list(map(in_k, contexts)))
+        length_axis(panel, contexts, yscale="log", xlabel="context (tokens)", ylabel=f"{what} ({unit})")
         low, high = panel.get_ylim()
         ticks = [y for y in TICKS[unit] if low <= y <= high]
         panel.set_yticks(ticks, [f"{y:g}" for y in ticks])
-        panel.minorticks_off()
-        style_axes(panel)

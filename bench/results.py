@@ -11,7 +11,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import torch
 
 from lingpt.bench.environment import environment
-from lingpt.common.errors import UserError, first_line, unknown
+from lingpt.common.errors import UserError, check_known, first_line
 from lingpt.common.files import read_json_object, write_errors, write_json, write_text
+from lingpt.plots.figures import style_axes
 
 
 @dataclass
@@ -214,9 +215,7 @@ class Session(Generic[R]):
 def chosen(what: str, names: Iterable[str], known: Collection[str], default: Iterable[str]) -> list[str]:
     """The names without duplicates, `default` if there are none; UserError for one that is not `known`."""
     names = list(dict.fromkeys(names))
-    for name in names:
-        if name not in known:
-            raise unknown(what, name, known)
+    check_known(what, names, known)
     return names or list(default)
 
 
@@ -243,6 +242,14 @@ def in_k(n: int) -> str:
     """A length as a tick of an axis: `8k`, `300k`, `512`."""
     size = next((size for size in (1024, 1000) if n % size == 0), 1)
     return f"{n // size}k" if size > 1 else str(n)
+
+
+def length_axis(panel: Any, lengths: Sequence[int], **settings: Any) -> None:
+    """Styles a panel over lengths: a logarithmic axis with a tick at each."""
+    panel.set(xscale="log", **settings)
+    panel.set_xticks(lengths, list(map(in_k, lengths)))
+    panel.minorticks_off()
+    style_axes(panel)
 
 
 def number(value: float | None, format: str) -> str:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
-from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_figures, style_axes
+from lingpt.bench.results import BenchResults, BenchRow, in_k, length_axis, made_on, markdown, number
+from lingpt.common.format import distinct
+from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_figures
 from lingpt.plots.palette import line_styles
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ class Row(BenchRow):
     estimated_memory: int | None = None
 
     def line(self) -> str:
-        """The row as a line for the terminal."""
         what = f"{self.model} N = {self.seq_len}, {self.attention}"
         if self.status != "ok" or self.ms is None:
             return f"{what}: {self.failure}"
@@ -121,7 +121,6 @@ def _throughput(results: Results) -> "Figure | None":
         for panel, (label, value) in zip(panels, fields.items(), strict=True):
             _draw_lines(panel, _over_lengths(results, model, value))
             panel.set_xticks(list(sizes), [f"{in_k(n)}×{size}" for n, size in sizes.items()])
-            panel.minorticks_off()
             panel.set(title=model, xlabel="N × micro-batch", ylabel=label)
             panel.set_ylim(bottom=0)
     return _with_legend(results, figure, axes[0, 0])
@@ -162,15 +161,13 @@ def _draw_lines(panel: Any, lines: dict[str, list[tuple[int, float]]]) -> None:
         width = 2.5 if name.startswith("ours") else 1.3
         panel.plot(x, y, label=name, linewidth=width, markersize=4, **style)
     ticks = sorted({n for points in lines.values() for n, _ in points})
-    panel.set_xscale("log")
-    panel.set_xticks(ticks, list(map(in_k, ticks)))
-    style_axes(panel)
+    length_axis(panel, ticks)
 
 
 def _with_legend(results: Results, figure: "Figure", panel: Any) -> "Figure":
     """The figure with the panel's legend and a caption."""
     legend_beside(figure, *panel.get_legend_handles_labels())
-    batches = " and ".join(f"{tokens:,}" for tokens in sorted({row.tokens for row in results.rows if row.ms}))
+    batches = distinct(sorted({row.tokens for row in results.rows if row.ms}))
     note = f" {note}." if (note := _recomputed_lengths(results)) else ""
     add_caption(figure, f"{batches} tokens a step.{note}\n{made_on(results.environment)}.")
     return figure
@@ -179,8 +176,7 @@ def _with_legend(results: Results, figure: "Figure", panel: Any) -> "Figure":
 def _recomputed_lengths(results: Results) -> str:
     """`At N = 131,072 blocks are recomputed (activation checkpointing)`; empty if no row has it."""
     lengths = sorted({row.seq_len for row in results.rows if row.activation_checkpointing})
-    names = " and ".join(f"{length:,}" for length in lengths)
-    return f"At N = {names} blocks are recomputed (activation checkpointing)" if lengths else ""
+    return f"At N = {distinct(lengths)} blocks are recomputed (activation checkpointing)" if lengths else ""
 
 
 def _models(results: Results) -> list[str]:

@@ -32,7 +32,6 @@ from lingpt.bench.results import Session, chosen
 from lingpt.bench.step_results import (
     DENSE_IDENTITY,
     IDENTITIES,
-    IDENTITY,
     OUTPUT_GATE,
     SHORT_CONV,
     Results,
@@ -55,14 +54,11 @@ from lingpt.train.step import make_optimizer, optimizer_step
 
 # The model options of a recipe, for each name that is compared.
 COMPARED: dict[str, dict[str, Any]] = {
-    IDENTITY: {"attention": "softmax"},  # the identity keeps its linear layers
-    DENSE_IDENTITY: {"attention": "softmax"},
-    "ours": {"attention": "ours"},
-    "ours-gated": {"attention": "ours-gated"},
-    OUTPUT_GATE: {"attention": OUTPUT_GATE},
-    SHORT_CONV: {"attention": SHORT_CONV},
-    "hybrid": {"attention": "hybrid"},
-    "ours-decay": {"attention": "ours-decay"},
+    **{name: {"attention": "softmax"} for name in IDENTITIES},  # which keep its linear layers
+    **{
+        name: {"attention": name}
+        for name in ("ours", "ours-gated", OUTPUT_GATE, SHORT_CONV, "hybrid", "ours-decay")
+    },
     "softmax-flash": {"attention": "softmax", "sdpa": "flash"},
     "softmax-cudnn": {"attention": "softmax", "sdpa": "cudnn"},
     "gla": {"attention": "gla"},
@@ -111,9 +107,7 @@ class Identity(nn.Module):
         super().__init__()
         self.qkv, self.proj, self.dense = replaced.qkv, replaced.proj, dense
 
-    def forward(
-        self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, *_: Any
-    ) -> torch.Tensor:
+    def forward(self, x_BNC: torch.Tensor, *_: Any) -> torch.Tensor:
         qkv = self.qkv(x_BNC)
         if self.dense:
             qkv = _GradientOfV.apply(qkv)

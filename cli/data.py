@@ -56,17 +56,13 @@ def statistics(part: Part, tokenizer: Tokenizer, out: Path) -> str:
 def report(dataset: Dataset, seconds: float) -> str:
     """A summary of the prepared data for the terminal."""
     about = dataset.describe()
-    empty = sum(about.get("empty_documents", {}).values())
+    empty, dropped = sum(about.get("empty_documents", {}).values()), about.get("dropped_duplicates")
     rows = [
         ("source", about["source"]),
         ("tokenizer", f"{about['tokenizer']}, {about['vocab_size']:,} tokens"),
         *((name, COUNTS.format(**about[name])) for name in ("train", "val")),
-        *((("left out", f"{empty:,} empty documents"),) if empty else ()),
-        *(
-            (("dropped", f"{about['dropped_duplicates']:,} copies"),)
-            if about.get("dropped_duplicates")
-            else ()
-        ),
+        *([("left out", f"{empty:,} empty documents")] if empty else []),
+        *([("dropped", f"{dropped:,} copies")] if dropped else []),
         *(("not read", part.corpus.left_out) for part in dataset.parts if part.corpus.left_out),
         ("split", about["split"]),
         ("blocks", f"of {about['seq_len']:,} tokens and the next one"),

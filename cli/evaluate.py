@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from lingpt.common import arguments
 from lingpt.common.arguments import ConfigFile
-from lingpt.common.errors import UserError, by_reason
+from lingpt.common.errors import UserError, by_reason, check_known
 from lingpt.common.options import Option
 from lingpt.eval.paper import TASKS
 
@@ -67,11 +67,11 @@ def parse(words: Sequence[str]) -> Options:
 def run(options: Options) -> None:
     from lingpt.eval.runs import find_checkpoints
     from lingpt.eval.scores import results_path
-    from lingpt.eval.suites import benchmark_tasks, check_suites, suite_scores
+    from lingpt.eval.suites import SUITES, benchmark_tasks, suite_scores
     from lingpt.eval.tasks.sources import benchmark_folder
     from lingpt.eval.texts import parse_texts
 
-    check_suites(options.suite)
+    check_known("suite", options.suite, SUITES)
     data, texts = benchmark_folder(options.data), parse_texts(options.texts)
     tasks = benchmark_tasks(options.suite, options.tasks, data)
     unread, unscored = list[str](), list[tuple[str, str]]()  # of runs, and of scores with their reasons

@@ -47,13 +47,14 @@ def run(options: Options) -> None:
     from lingpt.common.devices import decoding_dtype, find_device
     from lingpt.common.errors import UserError
     from lingpt.common.files import read_text
-    from lingpt.common.run_folder import MODEL_CONFIG, TOKENIZER, find_model_folder
+    from lingpt.common.run_folder import TOKENIZER, find_model_folder
     from lingpt.data import load_tokenizer
-    from lingpt.models import generate, load_model, load_state, read, save_state
+    from lingpt.models import check_source, generate, load_model, load_state, read, save_state
 
     folder, device = find_model_folder(Path(options.model)), find_device(options.device)
     dtype = decoding_dtype(options.dtype, device)
-    if (folder / MODEL_CONFIG).is_file() and not (folder / TOKENIZER).is_file():
+    check_source(folder)
+    if not (folder / TOKENIZER).is_file():
         raise UserError(f"{folder} has no tokenizer.json: copy that of the run into it")
     if options.chat and (options.prompt or options.document or options.state):
         raise UserError("--chat reads messages from the terminal: leave out --prompt, --document and --state")

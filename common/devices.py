@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from lingpt.common.errors import UserError, first_line, unknown
+from lingpt.common.errors import UserError, check_known, first_line
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -31,8 +31,7 @@ def available_cores() -> int:
 
 def named_dtype(name: str) -> torch.dtype:
     """The dtype called `name`; UserError if it is none of DTYPES."""
-    if name not in DTYPES:
-        raise unknown("dtype", name, DTYPES)
+    check_known("dtype", [name], DTYPES)
     return getattr(torch, name)
 
 

@@ -80,3 +80,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def unknown(kind: str, name: str, known: Collection[str]) -> UserError:
     """The error for a name that is not among the known ones: the nearest of them, and all."""
     return UserError(f"unknown {kind} {name!r}{nearest(name, known)}: use one of: {', '.join(known)}")
+
+
+def check_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raises `unknown` for the first of the names that is not among the known ones."""
+    for name in names:
+        if name not in known:
+            raise unknown(kind, name, known)

@@ -1,9 +1,17 @@
 """Formats numbers for people."""
 
+from collections.abc import Iterable
+
 
 def counted(number: int, what: str, ending: str = "s") -> str:
     """`1 device`, `2 devices`."""
     return f"{number} {what}{'' if number == 1 else ending}"
+
+
+def distinct(values: Iterable[str | int | None]) -> str:
+    """The distinct values, joined by `and`; numbers with separators."""
+    shown = (f"{value:,}" if isinstance(value, int) else str(value) for value in values if value)
+    return " and ".join(dict.fromkeys(shown))
 
 
 def with_error(value: float, error: float | None, spec: str, error_spec: str = "") -> str:

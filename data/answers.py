@@ -7,7 +7,6 @@ negative, and after each row stands ROW_END.
 """
 
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from lingpt.common.chat_template import CHAT_TEMPLATE
 from lingpt.common.end_of_text import TOKENIZER_CONFIG
 from lingpt.common.errors import UserError, one_line
 from lingpt.common.files import write_json, write_text
+from lingpt.data.corpus import hash_of
 from lingpt.data.tokenizer import Tokenizer, find_tokenizer
 
 ROW_END = int(np.iinfo(np.int32).min)
@@ -67,7 +67,7 @@ class AnswerTokenizer(Tokenizer):
     @functools.cached_property
     def hash(self) -> str:
         """Of the tokenizer and of its chat template, if it has one."""
-        return hashlib.sha256(json.dumps([super().hash, self._template]).encode()).hexdigest()
+        return hash_of([super().hash, self._template])
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         rows = [self.parts(json.loads(text)) for text in texts]

@@ -9,7 +9,6 @@ them. An entry is a folder that is written whole or not at all. A lock lets one 
 which are checked as they are read.
 """
 
-import hashlib
 import json
 import sys
 import time
@@ -30,7 +29,7 @@ from lingpt.common.files import (
     write_errors,
 )
 from lingpt.common.locks import file_lock
-from lingpt.data.corpus import Corpus, Document, Split
+from lingpt.data.corpus import Corpus, Document, Split, hash_of
 from lingpt.data.packing import PackedDocuments
 from lingpt.data.stream import PackedDataset, StreamWriter
 from lingpt.data.tokenizer import Tokenizer
@@ -115,7 +114,7 @@ def entry_folder(
 ) -> Path:
     """Where the entry of `corpus` is, or will be. fraction: of the documents, held out by their hash."""
     decides = [FORMAT, corpus.content_hash, tokenizer.hash, fraction, *(["dedup"] if dedup else [])]
-    return cache_dir / "tokens" / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+    return cache_dir / "tokens" / hash_of(decides)[:32]
 
 
 @contextmanager
@@ -151,15 +150,16 @@ def _make(
 ) -> None:
     seen, dropped = set[int](), 0
 
-    def unique(documents: Iterable[Encoded]) -> Iterator[Encoded]:
+    def unique(split: Split, name: str) -> Generator[Encoded]:
         nonlocal dropped
-        for document in documents:
-            if dedup and document.digest in seen:
-                dropped += 1
-                continue
-            if dedup:
-                seen.add(document.digest)
-            yield document
+        with closing(_encode(split, name, tokenizer, num_workers, progress, empty)) as documents:
+            for document in documents:
+                if dedup and document.digest in seen:
+                    dropped += 1
+                    continue
+                if dedup:
+                    seen.add(document.digest)
+                yield document
 
     dtype, empty = token_dtype(tokenizer.vocab_size, tokenizer.end_id), {"train": 0, "val": 0}
     with new_folder(folder) as partial:
@@ -168,15 +168,11 @@ def _make(
             StreamWriter(partial / "val.arrow", dtype) as val,
         ):
             if corpus.val:
-                with closing(
-                    _encode(corpus.val, "val", tokenizer, num_workers, progress, empty)
-                ) as documents:
-                    for document in unique(documents):
+                with closing(unique(corpus.val, "val")) as documents:
+                    for document in documents:
                         val.add(document)
-            with closing(
-                _encode(corpus.train, "train", tokenizer, num_workers, progress, empty)
-            ) as documents:
-                split_by_content(unique(documents), fraction, train, val)
+            with closing(unique(corpus.train, "train")) as documents:
+                split_by_content(documents, fraction, train, val)
         _check_filled(corpus, train, val)
         manifest: dict[str, Any] = {
             "format": FORMAT,

@@ -4,11 +4,18 @@ A corpus describes its documents and hashes its content; documents are read when
 later steps (tokenising, caching, packing) see only this interface.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 TEXT_KEY = "text"  # the field or column that holds the text, by default
+
+
+def hash_of(values: object) -> str:
+    """The SHA-256 of the values as JSON."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 class Document(NamedTuple):

@@ -1,7 +1,6 @@
 """From a configuration to blocks of tokens: the interface of this folder for training and evaluation."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from lingpt.common.options import RARE, Option, check_options
 from lingpt.data.answer_rows import ANSWERS
 from lingpt.data.answers import AnswerTokenizer
 from lingpt.data.cache import WRITE_ADVICE, TokenCache, entry_folder, token_cache
-from lingpt.data.corpus import TEXT_KEY, Corpus
+from lingpt.data.corpus import TEXT_KEY, Corpus, hash_of
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.files import files_corpus, find_files, whole_corpus
 from lingpt.data.growing import GrowingDataset
@@ -138,7 +137,7 @@ class Dataset:
         if len(records) > 1:
             about["source"] = ",".join(f"{part.corpus.name}*{part.share / 1e6:g}" for part in self.parts)
             shares = [part.share for part in self.parts]
-            about["content_hash"] = _hash([[record["content_hash"] for record in records], shares])
+            about["content_hash"] = hash_of([[record["content_hash"] for record in records], shares])
             for split in ("train", "val"):
                 about[split] = {key: sum(r[split][key] for r in records) for key in records[0][split]}
             about["sources"] = records
@@ -190,21 +189,14 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
     tokenizer = _tokenizer(config)
     if padded_vocab_size is not None:
         tokenizer.check_fits(padded_vocab_size)
-
-    def cached(corpus: Corpus, val_fraction: float | None) -> TokenCache:
-        return token_cache(
-            corpus,
-            tokenizer,
-            folder,
-            val_fraction=val_fraction,
-            dedup=config.dedup,
-            num_workers=config.num_workers,
-            progress=progress,
-        )
-
     if config.stream and config.packing == "documents":
         raise UserError("data.packing documents needs all of the text, which data.stream does not wait for")
     end = tokenizer.end_id if config.packing == "documents" else None
+    how: dict[str, Any] = {"dedup": config.dedup, "num_workers": config.num_workers, "progress": progress}
+
+    def cached(corpus: Corpus, val_fraction: float | None) -> TokenCache:
+        return token_cache(corpus, tokenizer, folder, val_fraction=val_fraction, **how)
+
     parts = []
     for source, share in shares.items():
         corpus = open_corpus(source, config.val_source, folder, config.row_key)
@@ -228,7 +220,7 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
         decides = [[part.cache.folder.name for part in parts], weights, config.seq_len]
     decides += [config.packing] if end is not None else []
     decides += ["stream"] if config.stream else []
-    return Dataset(train, val, tokenizer, _hash(decides)[:16], tuple(parts), others)
+    return Dataset(train, val, tokenizer, hash_of(decides)[:16], tuple(parts), others)
 
 
 def _growing(
@@ -246,7 +238,7 @@ def _growing(
             "give --data.val_source, or leave out --data.stream"
         )
     entry = entry_folder(corpus, tokenizer, folder, None, config.dedup)
-    held_out = replace(corpus, content_hash=_hash([corpus.content_hash, "val"]), train=corpus.val, val=None)
+    held_out = replace(corpus, content_hash=hash_of([corpus.content_hash, "val"]), train=corpus.val, val=None)
     val_cache = cached(held_out, None)
     val = _blocks(corpus.name, val_cache, "train", config.seq_len, None)
     manifest = {
@@ -278,17 +270,13 @@ def val_sources(config: DataConfig) -> dict[str, str]:
     return found
 
 
-def _hash(values: object) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
 def content_hashes(config: DataConfig) -> dict[str, str]:
     """`content_hash` and `tokenizer_hash`, as in a run's record, of what is at `config`'s paths now, without
     tokenising. Raises UserError."""
     shares, folder = parse_mixture(config.source), _cache_folder(config)
     corpora = [open_corpus(source, config.val_source, folder, config.row_key) for source in shares]
     hashes = [corpus.content_hash for corpus in corpora]
-    content_hash = hashes[0] if len(hashes) == 1 else _hash([hashes, list(shares.values())])
+    content_hash = hashes[0] if len(hashes) == 1 else hash_of([hashes, list(shares.values())])
     return {"content_hash": content_hash, "tokenizer_hash": _tokenizer(config).hash}
 
 

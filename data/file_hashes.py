@@ -77,8 +77,9 @@ def _is_gone(name: str) -> bool:
 
 
 def file_stamp(path: Path) -> Stamp:
-    """What changes whenever the file is written to."""
-    stat = path.stat()
+    """What changes whenever the file is written to. UserError if it cannot be had."""
+    with read_errors(path):
+        stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 

@@ -1,8 +1,6 @@
 """Documents from disk: JSON Lines, Parquet or text files; a file, a folder or a glob of them."""
 
 import glob
-import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -10,7 +8,7 @@ from pathlib import Path
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_errors
-from lingpt.data.corpus import TEXT_KEY, Corpus, Document, Split
+from lingpt.data.corpus import TEXT_KEY, Corpus, Document, Split, hash_of
 from lingpt.data.file_hashes import file_hashes, file_stamp
 from lingpt.data.jsonl import COMPRESSED, TEXT, check_compression, read_documents
 from lingpt.data.parquet import PARQUET, read_parquet
@@ -52,8 +50,7 @@ def files_corpus(
         )
     splits = _split(train, text_key), _split(val, text_key) if val else None
     hashes = _hashes([*train, *val], cache_dir, text_key)
-    parts = [hashes[: len(train)], hashes[len(train) :]]
-    content_hash = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    content_hash = hash_of([hashes[: len(train)], hashes[len(train) :]])
     read = {*files, *val}
     others = [p for p in matches if p not in read and not p.name.startswith(".")]
     rule = "; ".join([held_out, *_surprises(files, train, val)])
@@ -148,22 +145,17 @@ def _split(files: list[Path], text_key: str) -> Split:
     that has changed since. UserError for a file whose name says otherwise how it is compressed: its bytes
     might be in the token cache, read otherwise.
     """
-    stamps = list(map(_stamp, files))
+    stamps = list(map(file_stamp, files))
     for path in files:
         check_compression(path)
 
     def read() -> Iterator[Document]:
         for path, stamp in zip(files, stamps, strict=True):
             yield from read_file(path, text_key)
-            if _stamp(path) != stamp:
+            if file_stamp(path) != stamp:
                 raise UserError(f"{path} changed after it was hashed: run again when nothing writes to it")
 
     return Split(read, total=sum(size for size, *_ in stamps), unit="B")
-
-
-def _stamp(path: Path) -> list[int]:
-    with read_errors(path):
-        return file_stamp(path)
 
 
 def read_file(path: Path, text_key: str = TEXT_KEY) -> Iterator[Document]:

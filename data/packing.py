@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from lingpt.data.stream import ROWS, PackedDataset
+from lingpt.data.stream import PackedDataset
 
 NO_TARGET = -100  # what the loss ignores
 
@@ -65,9 +65,7 @@ class PackedDocuments(PackedDataset):
 
     def _documents(self) -> tuple[np.ndarray, np.ndarray]:
         """The first token of each document of the stream, and the one after its last."""
-        parts = range(0, self.stream_length, ROWS)
-        found = [at + np.flatnonzero(self.stream(at, at + ROWS) == self._end) for at in parts]
-        ends = np.concatenate([np.empty(0, np.int64), *found])
+        ends = self.positions(self._end)
         return np.concatenate(([0], ends[:-1] + 1))[: len(ends)], ends + (self._end >= 0)
 
     def _learned(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -1,7 +1,6 @@
 """What is in a corpus: the lengths of its documents, and exact duplicates of documents and lines."""
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +9,6 @@ from lingpt.data.dataset import Part
 
 BINS = 40  # of the histogram
 SAMPLES, SAMPLE_WIDTH = 5, 80  # rejected documents of each kind that are shown, and characters of each
-READ_AT_ONCE = 1 << 24  # tokens
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Statistics:
 def measure(part: Part, end: int) -> Statistics:
     """The statistics of the training text of `part`, of which the text is read once more. end: the token that
     ends a document. Equal texts are found by a hash of 64 bits; the memory is 8 bytes a line."""
-    found = Statistics(np.diff(_ends(part, end), prepend=0))
+    found = Statistics(np.diff(part.train.positions(end), prepend=-1))
     seen, copies = set[int](), 0
     for number, document in enumerate(part.corpus.train.read(), start=1):
         if not document.text:
@@ -68,16 +66,6 @@ def measure(part: Part, end: int) -> Statistics:
             found.rejects.append(f"{number:,} is a copy: {' '.join(document.text[:SAMPLE_WIDTH].split())} …")
         seen.add(digest)
     return found
-
-
-def _ends(part: Part, end: int) -> np.ndarray:
-    """Where the documents of the training stream end, after their last token."""
-
-    def pieces() -> Iterator[np.ndarray]:
-        for at in range(0, part.train.stream_length, READ_AT_ONCE):
-            yield at + 1 + np.flatnonzero(part.train.stream(at, at + READ_AT_ONCE) == end)
-
-    return np.concatenate([np.empty(0, dtype=np.int64), *pieces()])
 
 
 def _copies(hashes: array) -> float:

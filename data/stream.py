@@ -81,6 +81,12 @@ class PackedDataset:
         self._read(start, out)
         return out
 
+    def positions(self, token: int) -> np.ndarray:
+        """Where `token` stands in the stream: int64."""
+        parts = range(0, self.stream_length, ROWS)
+        found = [at + np.flatnonzero(self.stream(at, at + ROWS) == token) for at in parts]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
     def _read(self, start: int, out: np.ndarray) -> None:
         done = 0
         while done < len(out):

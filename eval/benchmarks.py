@@ -58,7 +58,6 @@ class Column:
         return found[1] if found else None
 
     def cell(self, result: Result, marks: Marks) -> str:
-        """The score with its marks."""
         score = self.score(result)
         if score is None or score.metrics.get(self.metric) is None:
             return DASH

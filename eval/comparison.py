@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lingpt.common.run_folder import attention_label, without_seed
-from lingpt.eval.scores import About, Positions, Result, Score, signed_difference, unpack_bits
+from lingpt.eval.scores import Positions, Result, Score, signed_difference, unpack_bits
 
 RESAMPLES = 10_000
 PART, OTHER = "*", "†"
@@ -218,11 +218,6 @@ def ratio(totals: Sequence[float], sizes: Sequence[int]) -> tuple[float, float |
 # ---------------------------------------------------------------------- with softmax
 
 
-def label(about: About) -> str:
-    """The attention, as one word."""
-    return attention_label(about.attention)
-
-
 def softmax_of(result: Result, results: Sequence[Result]) -> Result | None:
     """The softmax run of the same model to compare with: the `baseline` that a study names, else softmax
     without options, else any; of several, one with scores of the same tasks, and the most in common of seed,
@@ -235,10 +230,9 @@ def softmax_of(result: Result, results: Sequence[Result]) -> Result | None:
         comparable = bool(result.scores.keys() & other.scores.keys())
         return its.baseline, its.form == "softmax", comparable, same
 
-    same_model = [
-        r for r in results if r.checkpoint.model == about.model and label(r.checkpoint) == "softmax"
-    ]
-    found = max(same_model, key=likeness, default=None)
+    same_model = [r for r in results if r.checkpoint.model == about.model]
+    softmax = [r for r in same_model if attention_label(r.checkpoint.attention) == "softmax"]
+    found = max(softmax, key=likeness, default=None)
     return None if found is result else found
 
 

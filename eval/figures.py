@@ -1,9 +1,10 @@
 """The figures of the loss by position, in a long text and within documents."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lingpt.common.format import distinct
 from lingpt.common.run_folder import without_seed
 from lingpt.eval.comparison import mean_scores
 from lingpt.eval.scores import About, Result, Score
@@ -82,20 +83,15 @@ def _style_panel(panel: Any, name: str, axis: str, scores: Sequence[Score]) -> N
 
 def caption(scores: Sequence[tuple[About, Score]]) -> str:
     """The caption: models, training length, number of documents, devices."""
-
-    def each(values: Iterable[str | int | None]) -> str:
-        found = dict.fromkeys(value for value in values if value)
-        return " and ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in found)
-
     texts = {
-        name: each(score.documents for _, score in scores if score.texts == name)
+        name: distinct(score.documents for _, score in scores if score.texts == name)
         for name in dict.fromkeys(score.texts for _, score in scores)
     }
     parts = [
-        each(about.model for about, _ in scores),
-        f"dashed: the training length, {each(score.train_length for _, score in scores)} tokens",
+        distinct(about.model for about, _ in scores),
+        f"dashed: the training length, {distinct(score.train_length for _, score in scores)} tokens",
         "documents: " + ", ".join(f"{count} of {name}" for name, count in texts.items()),
-        each(score.device for _, score in scores),
+        distinct(score.device for _, score in scores),
     ]
     if any(score.runs for _, score in scores):
         parts.append("mean over seeds, band from the lowest to the highest")

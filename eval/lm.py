@@ -49,7 +49,6 @@ class LinGPTLM(TemplateLM):
             share the batches. The batches, and so the scores, do not depend on the number of devices.
         tokenizer: its `lingpt.data.Tokenizer`.
         batch_tokens: most tokens of a batch, padding included (a longer sequence is a batch of its own).
-        progress: show a progress bar if stderr is a terminal.
 
     Attributes:
         max_length: most tokens of context: the model's block size.
@@ -62,7 +61,6 @@ class LinGPTLM(TemplateLM):
         tokenizer: Tokenizer,
         *,
         batch_tokens: int = 16384,
-        progress: bool = True,
         name: str = "the model",
     ) -> None:
         super().__init__()
@@ -73,21 +71,14 @@ class LinGPTLM(TemplateLM):
         self.text_tokenizer = tokenizer
         self.batch_tokens = batch_tokens
         self.max_length = model.config.block_size
-        self.progress, self.name = progress, name
-        self.cut_prompts = 0
+        self.name, self.cut_prompts = name, 0
         weight = model.lm_head.weight
         self._device, self.dtype = weight.device, weight.dtype
 
     def reading(self, length: int) -> "LinGPTLM":
         """The same weights, shared, in models with a block size of `length` tokens."""
         models = [same_weights(model, model.lm_head.weight.device, length) for model in self.models]
-        return LinGPTLM(
-            models,
-            self.text_tokenizer,
-            batch_tokens=self.batch_tokens,
-            progress=self.progress,
-            name=self.name,
-        )
+        return LinGPTLM(models, self.text_tokenizer, batch_tokens=self.batch_tokens, name=self.name)
 
     # ------------------------------------------------------------------ text ↔ tokens
 
@@ -331,7 +322,7 @@ class LinGPTLM(TemplateLM):
         return [postprocess_generated_text(self.text_tokenizer.decode(t), list(until), None) for t in tokens]
 
     def _bar(self, total: int, disable: bool, what: str) -> tqdm:
-        return tqdm(total=total, desc=what, unit="", disable=True if disable or not self.progress else None)
+        return tqdm(total=total, desc=what, unit="", disable=disable or None)
 
 
 def same_weights(model: GPT, device: torch.device, block_size: int | None = None) -> GPT:

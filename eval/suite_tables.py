@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lingpt.common.format import with_error
+from lingpt.common.run_folder import attention_label
 from lingpt.eval.benchmarks import DIFFERENCE_NOTE, HEAD, about_run, benchmark_table, perplexity
 from lingpt.eval.comparison import (
     Marks,
     comparison_notes,
     document_differences,
-    label,
     mark_notes,
     pair_with_softmax,
     paired_difference,
@@ -84,7 +84,7 @@ def save_suites(results: Sequence[Result], folder: Path, suites: Sequence[str] =
 def score_table(results: Sequence[Result]) -> Table:
     """Every score of every checkpoint."""
     rows = []
-    for result in sorted(results, key=lambda result: label(result.checkpoint)):
+    for result in sorted(results, key=lambda result: attention_label(result.checkpoint.attention)):
         for key, score in result.scores.items():
             shares = [score.percent(metric) for metric in ("acc", "acc_norm", "contains")]
             cells = [*shares, perplexity(score), str(score.documents)]
@@ -193,7 +193,6 @@ def _within_table(results: Sequence[Result]) -> Table:
 
 
 def _ends(scores: Sequence[Score]) -> list[int]:
-    """The ends of all groups of positions."""
     return sorted({group.to for score in scores for group in score.positions})
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.files import write_errors, write_json
+from lingpt.common.run_folder import attention_label
 from lingpt.eval import paper
 from lingpt.eval.benchmarks import (
     HEAD,
@@ -20,7 +21,7 @@ from lingpt.eval.benchmarks import (
     difference_table,
     run_row,
 )
-from lingpt.eval.comparison import Marks, label, mark_notes, pair_with_softmax, paired_difference, seeds_note
+from lingpt.eval.comparison import Marks, mark_notes, pair_with_softmax, paired_difference, seeds_note
 from lingpt.eval.scores import Result
 from lingpt.eval.tables import Table, save_tables
 
@@ -49,11 +50,11 @@ def _accuracies(results: Sequence[Result]) -> Table:
     for attention, (name, values) in paper.ACCURACIES.items():
         rows.append([name, *paper.RUN, *(f"{value:.2f}" for value in values)])
         for result in shown:
-            if label(result.checkpoint) == attention:
+            if attention_label(result.checkpoint.attention) == attention:
                 form, *cells = run_row(result, TWICE, marks)
                 rows.append(["" if form == attention else form, *cells])
-    others = [result for result in shown if label(result.checkpoint) not in paper.ACCURACIES]
-    for result in sorted(others, key=lambda result: label(result.checkpoint)):
+    others = [r for r in shown if attention_label(r.checkpoint.attention) not in paper.ACCURACIES]
+    for result in sorted(others, key=lambda r: attention_label(r.checkpoint.attention)):
         rows.append(run_row(result, TWICE, marks))
     rows.append(chance_row(TWICE))
     notes = [*NOTES, *seeds_note(results), *mark_notes(rows), *cut_notes(COLUMNS, results)]

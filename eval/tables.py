@@ -6,12 +6,12 @@ from pathlib import Path
 
 from lingpt.common.files import write_errors, write_text
 
-_LATEX = {
+_LATEX = str.maketrans({
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
     "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
     "−": r"$-$", "×": r"$\times$", "–": "--", "≥": r"$\ge$", "≤": r"$\le$", "<": r"$<$", ">": r"$>$",
     "√": r"$\surd$", "²": r"$^2$", "†": r"$\dagger$",
-}  # fmt: skip
+})  # fmt: skip
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Table:
 
 
 def latex_escape(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in text)
+    return text.translate(_LATEX)
 
 
 def save_tables(tables: Sequence[Table], folder: Path, name: str) -> list[Path]:

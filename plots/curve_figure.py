@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lingpt.common.format import distinct
 from lingpt.plots.curves import (
     Curve,
     Form,
@@ -87,8 +88,7 @@ def draw(curves: list[Curve], timed: bool = True) -> Any:
         panel.set_xlim(left=0)
     panels[0].set_ylabel("loss (nats per token)")
     _add_inset(panels[0], curves, *axes[0][:2])
-    models = sorted({c.model for c in curves if c.model})
-    title = " and ".join(models)
+    title = distinct(sorted({c.model for c in curves}))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", parse_math=False)
     _legend(figure, panels[-1], len(curves))
     add_caption(figure, caption(curves))
@@ -121,11 +121,11 @@ def caption(curves: Sequence[Curve]) -> str:
     if any(len(c.skipped) for c in curves):
         marks.append("× step skipped")
     data = [_texts(curves)]
-    if length := _one(c.config.get("data", {}).get("seq_len") for c in curves):
+    if length := distinct(c.config.get("data", {}).get("seq_len") for c in curves):
         data.append(f"N = {length} tokens")
-    if batch := _one(_batch(c) for c in curves):
+    if batch := distinct(_batch(c) for c in curves):
         data.append(f"{batch} tokens a step")
-    hardware = _one(_machine(c) for c in curves)
+    hardware = distinct(_machine(c) for c in curves)
     if differ := different_texts(curves):
         marks.insert(0, differ)
     text = "; ".join(marks) + "."
@@ -139,13 +139,7 @@ def _texts(curves: Sequence[Curve]) -> str:
     for curve in curves:
         if source := curve.config.get("data", {}).get("source"):
             found.setdefault(curve.fingerprint or str(source), Path(str(source)))
-    return _one(shortest_ends(list(found.values())))
-
-
-def _one(values) -> str:
-    """The distinct values, joined by `and`; numbers with separators."""
-    shown = (f"{value:,}" if isinstance(value, int) else str(value) for value in values if value)
-    return " and ".join(dict.fromkeys(shown))
+    return distinct(shortest_ends(list(found.values())))
 
 
 def _batch(curve: Curve) -> int | None:

@@ -92,7 +92,8 @@ def read_curve(run_folder: str | Path, form_of: Form = without_options, val: str
 
     val: which of the run's `--data.val_sources` the validation losses are of; by default its own validation.
     """
-    folder, path = Path(run_folder), _from_root(run_folder)
+    # Unlike `resolve`, `abspath` keeps the names of symbolic links, which the user knows.
+    folder, path = Path(run_folder), Path(os.path.abspath(run_folder))
     points: dict[str, dict[float, tuple[float, ...]]] = {"train": {}, "val": {}}  # the last line of each step
     skipped: list[tuple[float, float]] = []
     for line in read_metrics(folder):
@@ -174,11 +175,6 @@ def _runs_in(folder: Path) -> list[Path]:
     runs = sorted(path.parent for path in folder.glob(f"*/{METRICS}"))
     seeds = [run for run in runs if without_seed(run.name) != run.name]
     return seeds or runs or [folder]
-
-
-def _from_root(path: str | Path) -> Path:
-    """The absolute path without `.` and `..`; symbolic links keep the names that the user knows."""
-    return Path(os.path.abspath(path))
 
 
 def read_curves(
@@ -263,7 +259,7 @@ def find_curve(curves: Sequence[Curve], name: str) -> int:
     known = labels(curves)
     candidates: list[tuple[list[Any], Any]] = [
         (known, name),
-        ([curve.folder for curve in curves], _from_root(name)),
+        ([curve.folder for curve in curves], Path(os.path.abspath(name))),
         ([curve.name for curve in curves], name),
         ([curve.attention for curve in curves], name),
     ]

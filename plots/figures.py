@@ -34,7 +34,7 @@ def style_axes(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def legend_beside(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> Any:
+def legend_beside(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Adds a legend to the right of the panels, with lines long enough to show dashes beside the marker; the
     figure gets wider if long names would leave a panel less than PANEL."""
     style: dict[str, Any] = {"frameon": False, "fontsize": 8, "handlelength": 4}
@@ -42,7 +42,6 @@ def legend_beside(figure: Any, handles: Sequence[Any], labels: Sequence[str]) ->
     columns = figure.axes[0].get_gridspec().ncols
     least = legend.get_window_extent().width / figure.dpi + columns * PANEL
     figure.set_figwidth(max(figure.get_figwidth(), least))
-    return legend
 
 
 def verbatim(legend: Any) -> Any:

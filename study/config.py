@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any
 
-from lingpt.common.errors import UserError, nearest, unknown
+from lingpt.common.errors import UserError, check_known, nearest, unknown
 from lingpt.common.files import read_json_object, read_yaml
 from lingpt.common.options import Option, build, options_of, read_values
 from lingpt.common.run_folder import METRICS
@@ -81,9 +81,6 @@ class Study:
         names = [(row, f"{row}-seed{seed}", seed) for row in self.attentions for seed in range(self.seeds)]
         return names if self.row_by_row else sorted(names, key=lambda name: name[2])
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def studies() -> list[str]:
     """The names of the shipped studies."""
@@ -143,8 +140,7 @@ def with_rows(study: Study, rows: Sequence[str]) -> Study:
 
 def with_baseline(study: Study, row: str) -> Study:
     """The study with this row as the first of its `baselines`. UserError if it is not one of its rows."""
-    if row not in study.attentions:
-        raise unknown("baseline", row, study.attentions)
+    check_known("baseline", [row], study.attentions)
     return replace(study, baselines=(row, *(other for other in study.baselines if other != row)))
 
 
@@ -199,9 +195,9 @@ def _without_data_paths(options: Any) -> Any:
 
 def _check(study: Study, path: Path) -> None:
     """Raises UserError for values that do not go together."""
-    from lingpt.eval.suites import check_suites
+    from lingpt.eval.suites import SUITES
 
-    check_suites(study.suites)
+    check_known("suite", study.suites, SUITES)
     if "table2" in study.suites and not study.tasks:
         raise UserError(f"{path}: `tasks` is empty; the suite table2 needs some, or leave it out of `suites`")
     for options in (study.options, study.rate_options, *study.attentions.values()):

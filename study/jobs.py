@@ -61,7 +61,6 @@ class Job:
     arguments: list[str]
     log: Path
     status: Callable[[], str] | None = None
-    attempts: int = 0
     failed_on: Gpus | None = None  # where its first attempt crashed
     begin: int = 0  # where this attempt's output begins in the log
 
@@ -202,7 +201,6 @@ class _Work:
 
 def _start(job: Job, slot: Slot) -> _Running:
     job.log.parent.mkdir(parents=True, exist_ok=True)
-    job.attempts += 1
     job.begin = job.log.stat().st_size if job.log.exists() else 0
     with job.log.open("ab") as log:
         process = subprocess.Popen(

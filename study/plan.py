@@ -109,7 +109,6 @@ def _models(runs: Iterable[StudyRun]) -> dict[str, GPT]:
 def _row(
     row: str, rate_runs: Sequence[StudyRun], runs: Sequence[StudyRun], models: dict[str, GPT]
 ) -> list[str]:
-    """The cells of a row."""
     mine, short = ([run for run in some if run.row == row] for some in (runs, rate_runs))
     recipe = mine[0].recipe
     hours = sum(run_flops(models[run.name], run.recipe) for run in [*short, *mine]) / H200_FLOPS / 3600

@@ -7,9 +7,10 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from lingpt.common.errors import Interrupted, UserError, by_reason, unknown
+from lingpt.common.errors import Interrupted, UserError, by_reason, check_known
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.run_folder import CHECKPOINTS, without_seed
 from lingpt.data import find_data
@@ -55,9 +56,7 @@ def run_study(
             kept).
         Interrupted: a KeyboardInterrupt; after Ctrl-C or a signal, once running jobs have saved.
     """
-    for stage in stages:
-        if stage not in STAGES:
-            raise unknown("stage", stage, STAGES)
+    check_known("stage", stages, STAGES)
     if minutes is not None and not minutes > 0:
         raise UserError(f"--minutes {minutes:g}: give more than 0, or leave it out")
     clear_caches()
@@ -80,7 +79,7 @@ def run_study(
         if {"rates", "runs", "mqar", "scores"} & set(stages):
             print(work.plan(stages))
         with write_errors(folder / STUDY):
-            write_json(folder / STUDY, work.study.to_dict())
+            write_json(folder / STUDY, asdict(work.study))
         work.run(stages, minutes)
         lock.check()
         if "page" in stages:

@@ -13,8 +13,8 @@ from lingpt.bench.clock import Clock
 from lingpt.bench.kernels.call import nan_first
 from lingpt.bench.kernels.implementations import CHUNKS, DECAYS, FORMS, IMPLEMENTATIONS
 from lingpt.bench.kernels.shapes import REFERENCE, TABLE_1, Shape
-from lingpt.bench.results import BenchResults, BenchRow, in_k, made_on, markdown, number
-from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_figures, style_axes
+from lingpt.bench.results import BenchResults, BenchRow, length_axis, made_on, markdown, number
+from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_figures
 from lingpt.plots.palette import colours
 
 if TYPE_CHECKING:
@@ -272,10 +272,8 @@ def _grid(results: Results, grid: list[list[Panel]]) -> Figure | None:
             shapes = {getattr(row.shape, axis): row.shape for row in rows}
             bounds = [results.lower_bound_ms(shape, units) for shape in shapes.values()]
             (least,) = panel.plot(list(shapes), bounds, ":", color="grey")
-        _log_axes(
-            panel, sorted({getattr(row.shape, axis) for row in rows}),
-            title=title, xlabel=AXES[axis], ylabel=LABELS[name],
-        )  # fmt: skip
+        lengths = sorted({getattr(row.shape, axis) for row in rows})
+        length_axis(panel, lengths, yscale="log", title=title, xlabel=AXES[axis], ylabel=LABELS[name])
         panel.title.set_fontsize(10)
     legend_beside(figure, [*legend.values(), least], [*legend, "least traffic at the copy bandwidth"])
     figure.suptitle(f"{panels[0][0][0].dtype}, {results.environment['card']}", fontsize=11)
@@ -310,8 +308,9 @@ def _forms(results: Results) -> Figure | None:
     times.plot(lengths, best_ms, label="chunks, the best size", **look)
     chunks.plot(lengths, [chunked[name] for name in names], **look)
     ticks = [shape.N for shape in shapes]
-    _log_axes(times, ticks, title="forward + backward", xlabel=AXES["N"], ylabel="time (ms)")
-    _log_axes(chunks, ticks, title="the chunked form", xlabel=AXES["N"], ylabel="best chunk (tokens)")
+    log = {"yscale": "log", "xlabel": AXES["N"]}
+    length_axis(times, ticks, title="forward + backward", ylabel="time (ms)", **log)
+    length_axis(chunks, ticks, title="the chunked form", ylabel="best chunk (tokens)", **log)
     chunks.set(ylim=(CHUNKS[0] / 1.3, CHUNKS[-1] * 1.3))
     chunks.set_yticks(CHUNKS, list(map(str, CHUNKS)))
     figure.legend(*times.get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
@@ -319,13 +318,6 @@ def _forms(results: Results) -> Figure | None:
     tokens = f"{first.B * first.N:,} tokens, H={first.H} D={first.D}"
     figure.suptitle(f"{tokens}, {results.rows[0].dtype}, {results.environment['card']}", fontsize=11)
     return figure
-
-
-def _log_axes(panel: Any, ticks: Sequence[int], **labels: str) -> None:
-    panel.set(xscale="log", yscale="log", **labels)
-    panel.set_xticks(ticks, list(map(in_k, ticks)))
-    panel.minorticks_off()
-    style_axes(panel)
 
 
 def _value(row: Row, field: str) -> float:

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import torch
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, one_line
 from lingpt.common.files import set_aside, write_errors, write_json
 from lingpt.common.locks import file_lock
 from lingpt.common.run_folder import LOCK
@@ -36,7 +36,7 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
     print(f"{len(trials)} models, {len(left)} to train; {path}")
     for trial, result in _trained(left, workers):
         if isinstance(result, BaseException):
-            failed.append(f"{trial.key}: {' '.join(str(result).split())[:200]}")
+            failed.append(f"{trial.key}: {one_line(result)}")
             print(f"failed: {failed[-1]}")
             continue
         known[trial.key] = result

@@ -24,8 +24,8 @@ def test_gpu_scores_are_the_cpus(attention, tokenizer):
     pairs = [(sentence(rng, rng.randrange(1, 20)), " " + sentence(rng, 3)) for _ in range(30)]
     requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
     model = tiny_model(attention)
-    expected = LinGPTLM(model, tokenizer, progress=False).loglikelihood(requests)
-    found = LinGPTLM(model.cuda(), tokenizer, batch_tokens=300, progress=False).loglikelihood(requests)
+    expected = LinGPTLM(model, tokenizer).loglikelihood(requests)
+    found = LinGPTLM(model.cuda(), tokenizer, batch_tokens=300).loglikelihood(requests)
     assert [f[0] for f in found] == pytest.approx([e[0] for e in expected], abs=2e-3, rel=1e-3)
 
 

@@ -62,7 +62,7 @@ def hflm(hf_folder):
 
 @pytest.fixture(scope="module")
 def ours(softmax_model, hf_folder):
-    return LinGPTLM(softmax_model, load_tokenizer(hf_folder), batch_tokens=256, progress=False)
+    return LinGPTLM(softmax_model, load_tokenizer(hf_folder), batch_tokens=256)
 
 
 def test_loglikelihood_is_hflms(ours, hflm):
@@ -124,7 +124,7 @@ def test_padding_does_not_change_what_is_generated(attention, tokenizer):
     rng = random.Random(5)
     options = {"until": [], "max_gen_toks": 8}
     requests = [(sentence(rng, n), options) for n in (1, 3, 3, 7, 30)]
-    lm = LinGPTLM(tiny_model(attention), tokenizer, progress=False)
+    lm = LinGPTLM(tiny_model(attention), tokenizer)
     expected = [lm.generate_until(instances("generate_until", [request]))[0] for request in requests]
     assert lm.generate_until(instances("generate_until", requests)) == expected
 
@@ -140,8 +140,8 @@ def test_encoding_is_lm_evals(ours):
 @pytest.mark.parametrize("batch_tokens", [1, 100, 256, 4096])
 def test_scores_do_not_depend_on_the_batch(linear_model, tokenizer, batch_tokens):
     """One row at a time or everything at once: the same to 1e-5, in the same order."""
-    reference = LinGPTLM(linear_model, tokenizer, batch_tokens=1000, progress=False)
-    lm = LinGPTLM(linear_model, tokenizer, batch_tokens=batch_tokens, progress=False)
+    reference = LinGPTLM(linear_model, tokenizer, batch_tokens=1000)
+    lm = LinGPTLM(linear_model, tokenizer, batch_tokens=batch_tokens)
     expected = reference.loglikelihood(instances("loglikelihood", pairs()))
     shuffled = random.Random(0).sample(range(len(expected)), len(expected))
     found = lm.loglikelihood(instances("loglikelihood", [pairs()[i] for i in shuffled]))
@@ -151,7 +151,7 @@ def test_scores_do_not_depend_on_the_batch(linear_model, tokenizer, batch_tokens
 
 def test_padding_does_not_leak(linear_model, tokenizer):
     """A short row scores the same alone and next to a row four times as long."""
-    lm = LinGPTLM(linear_model, tokenizer, batch_tokens=4096, progress=False)
+    lm = LinGPTLM(linear_model, tokenizer, batch_tokens=4096)
     short, long = ("the sun", " rain"), (sentence(random.Random(5), 20), " stone")
     alone = lm.loglikelihood(instances("loglikelihood", [short]))[0][0]
     batched = lm.loglikelihood(instances("loglikelihood", [long, short]))[1][0]
@@ -160,7 +160,7 @@ def test_padding_does_not_leak(linear_model, tokenizer):
 
 def test_a_shared_context_is_computed_once(softmax_model, tokenizer, monkeypatch):
     """Four one-token answers to one question are one row through the model."""
-    lm = LinGPTLM(softmax_model, tokenizer, progress=False)
+    lm = LinGPTLM(softmax_model, tokenizer)
     rows, hidden = [], softmax_model.hidden
     monkeypatch.setattr(softmax_model, "hidden", lambda idx: rows.append(len(idx)) or hidden(idx))
     scores = lm._loglikelihood_tokens([(None, [5, 6, 7], [token]) for token in range(10, 14)])
@@ -171,7 +171,7 @@ def test_a_shared_context_is_computed_once(softmax_model, tokenizer, monkeypatch
 
 def test_a_continuation_longer_than_the_block(softmax_model, tokenizer):
     """HFLM stops with an assertion; ours follows the chain rule, each piece after what fits before it."""
-    lm = LinGPTLM(softmax_model, tokenizer, progress=False)
+    lm = LinGPTLM(softmax_model, tokenizer)
     tokens = lm.tok_encode(sentence(random.Random(6), 100))
     context, continuation = tokens[:5], tokens[5 : 5 + BLOCK_SIZE + 7]
     first = lm._loglikelihood_tokens([(None, context, continuation[:BLOCK_SIZE])])[0][0]
@@ -184,7 +184,7 @@ def test_a_continuation_longer_than_the_block(softmax_model, tokenizer):
 
 def test_only_scored_positions_reach_lm_head(softmax_model, tokenizer, monkeypatch):
     """The vocabulary is the dear part of a small model: one row for each token scored."""
-    lm = LinGPTLM(softmax_model, tokenizer, progress=False)
+    lm = LinGPTLM(softmax_model, tokenizer)
     seen, lm_head = [], softmax_model.lm_head.forward
     monkeypatch.setattr(softmax_model.lm_head, "forward", lambda x: seen.append(x.shape[0]) or lm_head(x))
     lm._loglikelihood_tokens([(None, [1] * 30, [2, 3]), (None, [4] * 20, [5])])
@@ -196,7 +196,7 @@ def test_bf16_stays_close(softmax_model, tokenizer):
     import copy
 
     half = copy.deepcopy(softmax_model).bfloat16()
-    lm, exact = LinGPTLM(half, tokenizer, progress=False), LinGPTLM(softmax_model, tokenizer, progress=False)
+    lm, exact = LinGPTLM(half, tokenizer), LinGPTLM(softmax_model, tokenizer)
     found = [score for score, _ in lm.loglikelihood(instances("loglikelihood", pairs()))]
     expected = [score for score, _ in exact.loglikelihood(instances("loglikelihood", pairs()))]
     assert lm.dtype == torch.bfloat16
@@ -209,7 +209,7 @@ def test_attention_changes_the_scores(tokenizer):
     softmax, linear = tiny_model("softmax"), tiny_model("ours")
     linear.load_state_dict(softmax.state_dict())
     scores = [
-        LinGPTLM(model, tokenizer, progress=False).loglikelihood(instances("loglikelihood", pairs()))
+        LinGPTLM(model, tokenizer).loglikelihood(instances("loglikelihood", pairs()))
         for model in (softmax, linear)
     ]
     differences = [abs(a[0] - b[0]) for a, b in zip(*scores, strict=True)]
@@ -222,13 +222,13 @@ def test_exported_model_scores_the_same_in_hflm(tokenizer, tmp_path):
     export_hf(model, tmp_path)
     tokenizer.save(tmp_path)
     expected = make_hflm(tmp_path).loglikelihood(instances("loglikelihood", pairs(1)), disable_tqdm=True)
-    found = LinGPTLM(model, tokenizer, progress=False).loglikelihood(instances("loglikelihood", pairs(1)))
+    found = LinGPTLM(model, tokenizer).loglikelihood(instances("loglikelihood", pairs(1)))
     assert [f[0] for f in found] == pytest.approx([e[0] for e in expected], abs=1e-4)
 
 
 def test_mistakes(softmax_model, tokenizer):
     """Sampling, no room for a context, nothing to score, no batch: one line each."""
-    lm = LinGPTLM(softmax_model, tokenizer, progress=False)
+    lm = LinGPTLM(softmax_model, tokenizer)
     with pytest.raises(UserError, match="greedy"):
         lm.generate_until(instances("generate_until", [("a", {"do_sample": True, "temperature": 1.0})]))
     with pytest.raises(UserError, match="block size is 64"):
@@ -242,7 +242,7 @@ def test_mistakes(softmax_model, tokenizer):
 def test_several_devices_share_the_batches_and_change_no_bit(softmax_model, hf_folder):
     """Three copies of a model on as many threads: every score, flag and count is that of one copy."""
     tokenizer = load_tokenizer(hf_folder)
-    one = LinGPTLM(softmax_model, tokenizer, batch_tokens=256, progress=False)
+    one = LinGPTLM(softmax_model, tokenizer, batch_tokens=256)
     three = LinGPTLM([copy.deepcopy(softmax_model) for _ in range(3)], tokenizer, batch_tokens=256)
     requests = instances("loglikelihood", pairs())
     assert three.loglikelihood(requests) == one.loglikelihood(requests)

@@ -13,7 +13,7 @@ import torch
 from tokenizers import processors
 
 import lingpt.models
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, check_known
 from lingpt.common.files import file_sha256
 from lingpt.data import Tokenizer
 from lingpt.eval import scoring
@@ -28,7 +28,7 @@ from lingpt.eval.runs import find_checkpoints
 from lingpt.eval.scores import Positions, unpack_bits
 from lingpt.eval.scoring import Scorer
 from lingpt.eval.suite_tables import save_suites, score_table, suite_tables
-from lingpt.eval.suites import benchmark_tasks, check_suites, text_measurements
+from lingpt.eval.suites import SUITES, benchmark_tasks, text_measurements
 from lingpt.eval.texts import Texts, parse_texts, read_texts, spans
 from lingpt.models import GPT, Config
 
@@ -55,7 +55,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lm(tokenizer):
-    return LinGPTLM(tiny_model("ours"), tokenizer, batch_tokens=512, progress=False)
+    return LinGPTLM(tiny_model("ours"), tokenizer, batch_tokens=512)
 
 
 def test_bits_per_byte_is_the_loss_over_the_bytes(lm, texts, tokenizer):
@@ -89,7 +89,7 @@ def test_the_loss_by_position_goes_past_the_training_length(texts, tokenizer):
     config = Config.from_dict(tiny_model("ours").config.to_dict() | {"block_size": 128})
     model = GPT(config)
     model.load_state_dict(tiny_model("ours").state_dict())
-    lm = LinGPTLM(model, tokenizer, progress=False)
+    lm = LinGPTLM(model, tokenizer)
     data = read_texts("stories", texts["stories"])
     found = loss_by_position(lm, data, train_length=32, pieces=3)
     groups, kept = found.positions, found.per_document.losses
@@ -113,7 +113,7 @@ def test_the_loss_within_documents_is_that_of_each_alone(attention, tokenizer):
     """Documents of many lengths, in padded batches: as one by one, without end-of-text before them; longer
     ones are cut, one without a target is left out, equal ones count twice."""
     model = tiny_model(attention)
-    lm = LinGPTLM([model, model], tokenizer, batch_tokens=100, progress=False)
+    lm = LinGPTLM([model, model], tokenizer, batch_tokens=100)
     texts = [" ".join(WORDS[(i + 1) * n % 12] for i in range(n)) for n in (3, 1, 200, 3, 17, 40, 30)]
     found = loss_within_documents(lm, Texts("some", ("s", "", *texts), {}), train_length=24)
     losses = []
@@ -177,7 +177,7 @@ def test_a_question_on_a_phrase():
 def test_recall_is_found_by_a_model_that_copies(lm, texts, monkeypatch):
     """A model that continues as the text did gets every question right, and none of them without the text."""
     data = read_texts("stories", texts["stories"])
-    wide = LinGPTLM(lm.model, lm.text_tokenizer, progress=False)
+    wide = LinGPTLM(lm.model, lm.text_tokenizer)
     wide.max_length = 320
 
     def copy(pairs):
@@ -425,7 +425,7 @@ def test_prompts_that_were_cut_are_noted():
 
 def test_mistakes(eval_data, tmp_path, capsys):
     with pytest.raises(UserError, match="did you mean 'commonsense'"):
-        check_suites(["comonsense"])
+        check_known("suite", ["comonsense"], SUITES)
     for word in ("novels", "=novels", "novels="):
         with pytest.raises(UserError, match="give name=path"):
             parse_texts([word])

@@ -45,7 +45,7 @@ def export(form: str, folder: Path) -> list[str]:
 
 
 def own_adapter(folder: Path) -> LinGPTLM:
-    return LinGPTLM(load_model(folder), load_tokenizer(folder), batch_tokens=256, progress=False)
+    return LinGPTLM(load_model(folder), load_tokenizer(folder), batch_tokens=256)
 
 
 def instances(kind, arguments):

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -116,7 +116,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 def test_a_published_study_is_read(path, tmp_path):
     """As a study's file, and as that of a folder to resume."""
     study = read_study(find_study(str(path)))
-    assert json.loads(json.dumps(study.to_dict())) == json.loads(path.read_text())
+    assert json.loads(json.dumps(asdict(study))) == json.loads(path.read_text())
     shutil.copy(path, tmp_path)
     assert with_started_runs(study, tmp_path) == study
     with pytest.raises(UserError, match="another `learning_rates`"):
@@ -126,7 +126,7 @@ def test_a_published_study_is_read(path, tmp_path):
 def test_some_rows_of_a_study_are_a_study(tmp_path):
     """Guards: a study.json that names a baseline which is none of its rows, and cannot be read again."""
     study = with_rows(read_study(find_study("search-160m")), ["softmax-best", "hybrid"])
-    (tmp_path / "study.json").write_text(json.dumps(with_started_runs(study, tmp_path).to_dict()))
+    (tmp_path / "study.json").write_text(json.dumps(asdict(with_started_runs(study, tmp_path))))
     assert read_study(tmp_path / "study.json").baselines == ("softmax-best",)
 
 
@@ -141,7 +141,7 @@ def test_a_study_that_is_no_study(tmp_path):
         (tmp_path / "study-x.yaml").write_text(text)
         with pytest.raises(UserError, match="no study"):
             find_study(str(tmp_path / "study-x.yaml"))
-    assert json.dumps(read_study(find_study("demo")).to_dict())
+    assert json.dumps(asdict(read_study(find_study("demo"))))
 
 
 @pytest.mark.parametrize("name", studies())
