@@ -14,7 +14,9 @@ COLOURS = {
     "ours-decay": "#0072B2",  # blue
     "ours-gated": "#CC79A7",  # reddish purple
     "hybrid": "#B2182B",  # crimson; every form with softmax in some of its layers
+    "hybrid-best": "#B2182B",
     "softmax": "#000000",
+    "softmax-best": "#000000",
     "softmax-flash": "#000000",
     "softmax-cudnn": "#999999",
     "gla": "#009E73",  # bluish green
@@ -96,4 +98,4 @@ def _attention(form: str) -> str:
     """The attention that the form has its colour from."""
     attention, *options = form.split("+")
     mixed = any(option == "softmax" or option.startswith("softmax_every=") for option in options)
-    return "hybrid" if mixed else attention.removesuffix("-best")
+    return "hybrid" if mixed else attention
