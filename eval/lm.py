@@ -259,23 +259,21 @@ class LinGPTLM(TemplateLM):
         A batch has contexts of similar lengths, padded on the left.
         """
         texts = self.text_tokenizer.encode_batch([request.args[0] for request in requests])
-        groups = defaultdict(list)
+        # Options of generation → context → its requests.
+        groups = defaultdict[tuple, dict[tuple[int, ...], list[int]]](lambda: defaultdict(list))
         for i, (request, tokens) in enumerate(zip(requests, texts, strict=True)):
             until, new = self._generation_options(request.args[1])
             self.cut_prompts += len(tokens) > self.max_length - new
             tokens = (tokens or [self.prefix_token_id])[-(self.max_length - new) :]
-            groups[new, until].append((i, tokens))
+            groups[new, until][tuple(tokens)].append(i)
         answers = [""] * len(requests)
         with self._bar(len(requests), disable_tqdm, "generations") as bar:
-            for (new, until), members in groups.items():
-                members.sort(key=lambda member: len(member[1]), reverse=True)
-                while members:
-                    size = max(1, self.batch_tokens // (len(members[0][1]) + new))
-                    indices, contexts = zip(*members[:size], strict=True)
-                    del members[:size]
-                    for i, answer in zip(indices, self._generate(contexts, new, until), strict=True):
-                        answers[i] = answer
-                    bar.update(len(indices))
+            for (new, until), asked in groups.items():
+                for contexts in _batches(sorted(asked, key=len, reverse=True), self.batch_tokens, new):
+                    for context, answer in zip(contexts, self._generate(contexts, new, until), strict=True):
+                        for i in asked[context]:
+                            answers[i] = answer
+                        bar.update(len(asked[context]))
         return answers
 
     def _generation_options(self, options: dict[str, Any]) -> tuple[tuple[str, ...], int]:
@@ -293,21 +291,23 @@ class LinGPTLM(TemplateLM):
         eos = self.text_tokenizer.decode([self.eot_token_id])
         return tuple(handle_stop_sequences(options.get("until"), eos)), new
 
-    def _generate(self, contexts: Sequence[list[int]], max_new: int, until: Sequence[str]) -> list[str]:
+    def _generate(self, contexts: Sequence[tuple[int, ...]], max_new: int, until: Sequence[str]) -> list[str]:
         """Greedy continuations, cut before the first stop sequence."""
-        length = max(map(len, contexts))
-        padding = [length - len(tokens) for tokens in contexts]
-        rows = [[0] * n + list(tokens) for n, tokens in zip(padding, contexts, strict=True)]
-        idx, borders = torch.tensor(rows, device=self.device), None
+        length, cu_seqlens = max(map(len, contexts)), None
+        padding = [length - len(context) for context in contexts]
+        rows = [(0,) * n + context for n, context in zip(padding, contexts, strict=True)]
+        idx = torch.tensor(rows, device=self.device)
         if any(padding):  # each row is two documents, the first of them padding
-            edges = [b * length + n for b, own in enumerate(padding) for n in (0, own)]
-            borders = torch.tensor([*edges, idx.numel()], dtype=torch.int32, device=self.device)
+            begins = [b * length + offset for b, n in enumerate(padding) for offset in (0, n)]
+            cu_seqlens = torch.tensor([*begins, idx.numel()], dtype=torch.int32, device=self.device)
         state = self.model.new_state(len(idx), idx.shape[1] + max_new, device=self.device, dtype=self.dtype)
         tokens: list[list[int]] = [[] for _ in contexts]
         running = [True] * len(contexts)
         for _ in range(max_new):
-            last = self.model.hidden(idx, state, borders)[:, -1]  # one row of logits is enough for a prompt
-            borders = None
+            last = self.model.hidden(idx, state, cu_seqlens)[
+                :, -1
+            ]  # one row of logits is enough for a prompt
+            cu_seqlens = None  # of the prompts alone
             logits = self.model.lm_head(last)[:, : self.text_tokenizer.vocab_size]  # without rows of padding
             idx = logits.argmax(-1, keepdim=True)
             for b, token in enumerate(idx[:, 0].tolist()):
@@ -354,11 +354,14 @@ def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
     return stripped, context[len(stripped) :] + continuation
 
 
-def _batches(rows: Iterable[tuple[int, ...]], batch_tokens: int) -> Iterator[list[tuple[int, ...]]]:
-    """Splits rows, longest first, into batches of at most `batch_tokens` tokens, padding included."""
+def _batches(
+    rows: Iterable[tuple[int, ...]], batch_tokens: int, new_tokens: int = 0
+) -> Iterator[list[tuple[int, ...]]]:
+    """Splits rows, longest first, into batches of at most `batch_tokens` tokens, padding and `new_tokens` a
+    row included."""
     batch: list[tuple[int, ...]] = []
     for row in rows:
-        if batch and len(batch[0]) * (len(batch) + 1) > batch_tokens:
+        if batch and (len(batch[0]) + new_tokens) * (len(batch) + 1) > batch_tokens:
             yield batch
             batch = []
         batch.append(row)
