@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lingpt.bench.results import BenchResults, BenchRow, length_axis, made_on, markdown, number
-from lingpt.common.format import distinct
+from lingpt.common.format import join_distinct
 from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats
 from lingpt.plots.palette import MARKERS, line_styles
 
@@ -115,7 +115,7 @@ class Results(BenchResults[Row]):
         _draw_panel(rate, rows, "k tokens/s a device", "tokens_per_second", "planned_tokens_per_second", 1e3)
         _draw_panel(memory, rows, "GB a device", "peak_memory", "planned_memory", 1e9)
         legend_beside(figure, *rate.get_legend_handles_labels())
-        models = distinct(row.model for row in rows)
+        models = join_distinct(row.model for row in rows)
         add_caption(figure, f"{models}; hollow: what the plan foretells.\n{made_on(self.environment)}.")
         return save_formats(figure, folder, "context")
 

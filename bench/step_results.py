@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lingpt.bench.results import BenchResults, BenchRow, in_k, length_axis, made_on, markdown, number
-from lingpt.common.format import distinct
+from lingpt.common.format import join_distinct
 from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_figures
 from lingpt.plots.palette import line_styles
 
@@ -167,7 +167,7 @@ def _draw_lines(panel: Any, lines: dict[str, list[tuple[int, float]]]) -> None:
 def _with_legend(results: Results, figure: "Figure", panel: Any) -> "Figure":
     """The figure with the panel's legend and a caption."""
     legend_beside(figure, *panel.get_legend_handles_labels())
-    batches = distinct(sorted({row.tokens for row in results.rows if row.ms}))
+    batches = join_distinct(sorted({row.tokens for row in results.rows if row.ms}))
     note = f" {note}." if (note := _recomputed_lengths(results)) else ""
     add_caption(figure, f"{batches} tokens a step.{note}\n{made_on(results.environment)}.")
     return figure
@@ -176,7 +176,9 @@ def _with_legend(results: Results, figure: "Figure", panel: Any) -> "Figure":
 def _recomputed_lengths(results: Results) -> str:
     """`At N = 131,072 blocks are recomputed (activation checkpointing)`; empty if no row has it."""
     lengths = sorted({row.seq_len for row in results.rows if row.activation_checkpointing})
-    return f"At N = {distinct(lengths)} blocks are recomputed (activation checkpointing)" if lengths else ""
+    return (
+        f"At N = {join_distinct(lengths)} blocks are recomputed (activation checkpointing)" if lengths else ""
+    )
 
 
 def _models(results: Results) -> list[str]:

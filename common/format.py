@@ -8,7 +8,7 @@ def counted(number: int, what: str, ending: str = "s") -> str:
     return f"{number} {what}{'' if number == 1 else ending}"
 
 
-def distinct(values: Iterable[str | int | None]) -> str:
+def join_distinct(values: Iterable[str | int | None]) -> str:
     """The distinct values, joined by `and`; numbers with separators."""
     shown = (f"{value:,}" if isinstance(value, int) else str(value) for value in values if value)
     return " and ".join(dict.fromkeys(shown))

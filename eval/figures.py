@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingpt.common.format import distinct
+from lingpt.common.format import join_distinct
 from lingpt.common.run_folder import without_seed
 from lingpt.eval.comparison import mean_scores
 from lingpt.eval.scores import About, Result, Score
@@ -84,14 +84,14 @@ def _style_panel(panel: Any, name: str, axis: str, scores: Sequence[Score]) -> N
 def caption(scores: Sequence[tuple[About, Score]]) -> str:
     """The caption: models, training length, number of documents, devices."""
     texts = {
-        name: distinct(score.documents for _, score in scores if score.texts == name)
+        name: join_distinct(score.documents for _, score in scores if score.texts == name)
         for name in dict.fromkeys(score.texts for _, score in scores)
     }
     parts = [
-        distinct(about.model for about, _ in scores),
-        f"dashed: the training length, {distinct(score.train_length for _, score in scores)} tokens",
+        join_distinct(about.model for about, _ in scores),
+        f"dashed: the training length, {join_distinct(score.train_length for _, score in scores)} tokens",
         "documents: " + ", ".join(f"{count} of {name}" for name, count in texts.items()),
-        distinct(score.device for _, score in scores),
+        join_distinct(score.device for _, score in scores),
     ]
     if any(score.runs for _, score in scores):
         parts.append("mean over seeds, band from the lowest to the highest")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lingpt.common.format import distinct
+from lingpt.common.format import join_distinct
 from lingpt.plots.curves import (
     Curve,
     Form,
@@ -88,7 +88,7 @@ def draw(curves: list[Curve], timed: bool = True) -> Any:
         panel.set_xlim(left=0)
     panels[0].set_ylabel("loss (nats per token)")
     _add_inset(panels[0], curves, *axes[0][:2])
-    title = distinct(sorted({c.model for c in curves}))
+    title = join_distinct(sorted({c.model for c in curves}))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", parse_math=False)
     _legend(figure, panels[-1], len(curves))
     add_caption(figure, caption(curves))
@@ -121,11 +121,11 @@ def caption(curves: Sequence[Curve]) -> str:
     if any(len(c.skipped) for c in curves):
         marks.append("× step skipped")
     data = [_texts(curves)]
-    if length := distinct(c.config.get("data", {}).get("seq_len") for c in curves):
+    if length := join_distinct(c.config.get("data", {}).get("seq_len") for c in curves):
         data.append(f"N = {length} tokens")
-    if batch := distinct(_batch(c) for c in curves):
+    if batch := join_distinct(_batch(c) for c in curves):
         data.append(f"{batch} tokens a step")
-    hardware = distinct(_machine(c) for c in curves)
+    hardware = join_distinct(_machine(c) for c in curves)
     if differ := different_texts(curves):
         marks.insert(0, differ)
     text = "; ".join(marks) + "."
@@ -139,7 +139,7 @@ def _texts(curves: Sequence[Curve]) -> str:
     for curve in curves:
         if source := curve.config.get("data", {}).get("source"):
             found.setdefault(curve.fingerprint or str(source), Path(str(source)))
-    return distinct(shortest_ends(list(found.values())))
+    return join_distinct(shortest_ends(list(found.values())))
 
 
 def _batch(curve: Curve) -> int | None:

@@ -151,7 +151,7 @@ def with_started_runs(asked: Study, folder: Path) -> Study:
     """
     path = folder / STUDY
     if not path.exists():
-        return _of_its_rows(asked)
+        return _drop_missing_rows(asked)
     mend = "remove it, and the same command writes it anew"
     try:
         before, now = read_json_object(path), json.loads(json.dumps(asdict(asked)))
@@ -174,11 +174,12 @@ def with_started_runs(asked: Study, folder: Path) -> Study:
     kept = {row: options for row, options in rows.items() if started[row]}
     last = max((max(started[row]) for row in kept), default=0)
     seeds = max(asked.seeds, last + 1)
-    return _of_its_rows(replace(asked, attentions=kept | asked.attentions, seeds=seeds))
+    return _drop_missing_rows(replace(asked, attentions=kept | asked.attentions, seeds=seeds))
 
 
-def _of_its_rows(study: Study) -> Study:
-    """Without baselines and plotted rows that are none of its rows: it may have fewer than its file."""
+def _drop_missing_rows(study: Study) -> Study:
+    """The study without baselines and plotted rows that are not among its rows, which may be a part of its
+    file's."""
     baselines = tuple(row for row in study.baselines if row in study.attentions)
     plotted_rows = tuple(row for row in study.plotted_rows if row in study.attentions)
     return replace(study, baselines=baselines, plotted_rows=plotted_rows)

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_bytes
-from lingpt.common.format import distinct
+from lingpt.common.format import join_distinct
 from lingpt.eval.recall.mqar import Trained, Trial
 from lingpt.eval.scores import DASH, percent
 from lingpt.eval.tables import Table, save_tables
@@ -119,7 +119,7 @@ def _draw(results: Sequence[Trained], folder: Path) -> list[Path]:
         f"Accuracy by the best of the rates {_rates(results)}. Dashed grey: a guess among the sequence's "
         f"values. {_setting(results)}"
     )
-    cards = distinct(r.device for r in results)
+    cards = join_distinct(r.device for r in results)
     add_caption(figure, " ".join(filter(None, [text, f"{cards}." if cards else "", _lacking(results)])))
     return save_formats(figure, folder, "mqar")
 

@@ -59,7 +59,8 @@ def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) ->
         options[SOFTMAX_EVERY] = every
     words = [label, *(name if value is True else f"{name}={_text(value)}" for name, value in options.items())]
     for alias, form in ALIASES.items():
-        if not set(own := form.split("+")) - set(words):
+        own = form.split("+")
+        if set(own) <= set(words):
             words = [alias, *(word for word in words if word not in own)]
     return " + ".join(words)
 
