@@ -27,10 +27,11 @@ def unsupported_reason(call: Call) -> str | None:
     return backend.unsupported_reason(call._replace(cos=None, sin=None), kernel_head_dim(call.shape[3]))
 
 
-def forward(call: Call, exchange: Exchange | None = None) -> Outputs:
-    """As in `operator.Backend`."""
+def forward(call: Call, exchange: Exchange | None = None, *, divide: bool = True) -> Outputs:
+    """As in `operator.Backend`. divide: o by the normaliser."""
     call, widths = _rotated(call), _widths(call)
-    run = functools.partial(backend.forward, exchange=padding.exchange_at(widths, exchange, call))
+    exchange = padding.exchange_at(widths, exchange, call)
+    run = functools.partial(backend.forward, exchange=exchange, divide=divide)
     return padding.forward(run, call, widths)
 
 

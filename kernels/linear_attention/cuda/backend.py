@@ -75,8 +75,10 @@ def device_unsupported_reason(dtype: torch.dtype, head_dim: int, device: torch.d
     return unusable_reason(device)
 
 
-def forward(call: Call, exchange: Exchange | None = None) -> Outputs:
+def forward(call: Call, exchange: Exchange | None = None, *, divide: bool = True) -> Outputs:
     """As in `operator.Backend`, but for states, which have the channels of the kernels' heads.
+
+    divide: o by the normaliser.
 
     The stats are followed in the same memory by what the scan has read (`Plan.before`): the backward pass
     needs the same numbers. Saving stats for it saves them too; recomputing them would read k and v once more.
@@ -84,7 +86,7 @@ def forward(call: Call, exchange: Exchange | None = None) -> Outputs:
     B, N, H, D = call.shape
     with current_device(call.device):
         o = torch.empty(B, N, H, D, dtype=call.dtype, device=call.device)
-        run = _Pass(call, dict(zip("qkv", map(_aligned, call.views), strict=True), o=o), exchange)
+        run = _Pass(call, dict(zip("qkv", map(aligned, call.views), strict=True), o=o), exchange, divide)
         rows, sizes = B * H * N, run.plan.before
         memory = torch.empty(3 * rows + sum(sizes.values()), dtype=torch.float32, device=call.device)
         stats = memory.as_strided((3, B, H, N), (rows, H * N, N, 1))
@@ -120,7 +122,7 @@ def backward(
             gradients = gradients._replace(state=exchange(own))
         return _backward_in_two(call, saved, gradients, out)
     written = tuple(
-        x if _is_aligned(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in out
+        x if is_aligned(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in out
     )
     with current_device(call.device):
         found = _launch_backward(call, saved, gradients, written, exchange)
@@ -152,7 +154,7 @@ def _backward_in_two(
     )
     early_found = backward(
         early,
-        Outputs(o[:, :first], again.stats, again.state),
+        Outputs(o[:, :first], stats[..., :first].contiguous(), again.state),
         OutputGradients(do[:, :first], late_found.initial_state),
         tuple(x[:, :first] for x in out),
     )
@@ -172,9 +174,11 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 class _Pass:
     """A pass of a call over these tensors: its plan, stream and addresses."""
 
-    def __init__(self, call: Call, tensors: dict[str, Tensor], exchange: Exchange | None) -> None:
+    def __init__(
+        self, call: Call, tensors: dict[str, Tensor], exchange: Exchange | None, divide: bool = True
+    ) -> None:
         (a_tensor, a_value), (b_tensor, b_value) = map(_tensor_or_number, (call.constant, call.coefficient))
-        cos, sin = (None if x is None else _aligned(x.float().contiguous()) for x in (call.cos, call.sin))
+        cos, sin = (None if x is None else aligned(x.float().contiguous()) for x in (call.cos, call.sin))
         self.plan: Plan = make_plan(
             call.device,
             call.dtype,
@@ -187,6 +191,7 @@ class _Pass:
             b_value,
             call.normalize_qk,
             exchange is not None,
+            divide,
         )
         self.stream = raw_stream(call.device.index)
         log_decay = call.head_log_decay
@@ -217,7 +222,7 @@ def _launch_backward(
 ) -> InputGradients:
     """The launches of a backward pass, in three stages, and the memory that they share."""
     (o, stats, final), do, dstate = saved, gradients.o, _contiguous(gradients.state)
-    tensors = dict(zip("qkv", map(_aligned, call.views), strict=True), o=_aligned(o), do=_aligned(do))
+    tensors = dict(zip("qkv", map(aligned, call.views), strict=True), o=aligned(o), do=aligned(do))
     run = _Pass(call, tensors | dict(zip(("dq", "dk", "dv"), out, strict=True)), exchange)
     plan, (B, N, H, _) = run.plan, call.shape
     initial = _contiguous(call.initial_state)
@@ -385,13 +390,13 @@ def _contiguous(state: LinearAttentionState | None) -> LinearAttentionState | No
     return None if state is None else LinearAttentionState(*(x.contiguous() for x in state))
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """x, or a copy if its rows are not 16-byte aligned (a slice of odd width): the kernels read 16 bytes at
     a time."""
-    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _is_aligned(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and _strides_fit(x.stride())
 
 

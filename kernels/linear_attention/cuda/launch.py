@@ -82,7 +82,9 @@ POINTERS = Fields(
 )
 LAYOUT = Fields(
     {f"{name}_{dim}": "q" for name in _OPERAND_NAMES for dim in ("batch", "head", "token")}
-    | dict.fromkeys(("N", "H", "segments", "segment_len", "sub_segments", "normalize", "columns"), "i")
+    | dict.fromkeys(
+        ("N", "H", "segments", "segment_len", "sub_segments", "normalize", "divide", "columns"), "i"
+    )
     | dict.fromkeys(("a_value", "b_value", "range", "inverse_range"), "f")
 )
 

@@ -50,6 +50,7 @@ struct Params {
   int N, H, segments, segment_len;  // segment_len: tokens, a multiple of the chunk
   int sub_segments;                 // per segment; `states` scans each one in a separate block
   int normalize;
+  int divide;   // FWD: y by the normaliser
   int columns;  // of a row of the tensors, a multiple of 8, at most D: kernels read zeros for the others
   float a_value, b_value;
   float range, inverse_range;  // fp16: a power of two that keeps 16-bit operands in range; bf16: 1

@@ -89,7 +89,8 @@ class Plan:
     """The plan of a pass, from shapes, strides and options: its launches and its memory.
 
     `strides`: of TENSORS (forward: of the first four); `a`, `b`: a number, None for a tensor; `piece`: an
-    empty segment follows the others, so that the state of all tokens is among those before segments.
+    empty segment follows the others, so that the state of all tokens is among those before segments;
+    `divide`: o by the normaliser.
     `make_plan` caches plans: a short call takes mostly host time, and autograd's thread runs it with cold CPU
     caches.
 
@@ -111,6 +112,7 @@ class Plan:
         b: float | None,
         normalize_qk: bool,
         piece: bool,
+        divide: bool,
     ) -> None:
         self.B, self.N, self.H, columns = shape
         self.D = kernel_head_dim(columns)
@@ -118,7 +120,8 @@ class Plan:
         self._piece = piece
         self.range = 2.0 ** (self.N.bit_length() // 2) if dtype == torch.float16 else 1.0
         self._numbers = dict(
-            N=self.N, H=self.H, normalize=int(normalize_qk), columns=columns,
+            N=self.N, H=self.H, normalize=int(normalize_qk),
+            divide=int(divide), columns=columns,
             a_value=a or 0.0, b_value=b or 0.0, range=self.range, inverse_range=1 / self.range,
         )  # fmt: skip
         arch, processors = card(device)

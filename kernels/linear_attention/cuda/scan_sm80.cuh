@@ -361,7 +361,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   DEVICE void normalise_row(int stage, int position, int row, float own, float before) const {
     float normaliser = own + from_start(stage, row) * before;
     if (t > 0) return;
-    kappa[row] = 1.f / normaliser;
+    kappa[row] = p.divide ? 1.f / normaliser : 1.f;
     if (position + row < p.N) p.g[stat(position + row)] = normaliser;
   }
   // Computes da, and the scores' part of a row's (DK: column's) dG, from the row's sum of decayed X (own) and its row

@@ -120,7 +120,7 @@ struct ScoresSm90 {
     if (block.t < 2) {
       const int row = first + 8 * block.t;
       float normaliser = sum + c.row[row];
-      c.row[row] = reciprocal(normaliser);
+      c.row[row] = block.p.divide ? reciprocal(normaliser) : 1.f;
       if (block.panel() == 0 && position + row < block.p.N) block.p.g[block.stat(position + row)] = normaliser;
     }
   }

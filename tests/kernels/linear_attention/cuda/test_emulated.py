@@ -18,7 +18,15 @@ import torch
 from lingpt import ptx_emulator as emulator
 from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
 from lingpt.kernels.linear_attention.call import Call, OutputGradients
-from lingpt.kernels.linear_attention.cuda import adapted_backend, backend, launch, plan, variants
+from lingpt.kernels.linear_attention.cuda import (
+    adapted_backend,
+    backend,
+    launch,
+    plan,
+    variants,
+    wide_backend,
+    wide_rows,
+)
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 from lingpt.kernels.numerics import rotate, rotate_backward
 from lingpt.ptx_emulator import Memory
@@ -85,8 +93,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
     def pretend(build: Build) -> None:
         monkeypatch.setattr(plan, "card", lambda device: (build.arch, 132))
         monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
-        monkeypatch.setattr(backend, "raw_stream", lambda device: 0)
-        monkeypatch.setattr(backend, "current_device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(wide_rows, "card", lambda device: (build.arch, 132))
+        for module in (backend, wide_rows):
+            monkeypatch.setattr(module, "raw_stream", lambda device: 0)
+        for module in (backend, wide_backend):
+            monkeypatch.setattr(module, "current_device", lambda device: contextlib.nullcontext())
         clear_caches()
 
     yield pretend
@@ -96,11 +107,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
 
 def clear_caches() -> None:
     """What is kept of the machine."""
-    for function in (*vars(plan).values(), variants.Variant.load):
+    for function in (*vars(plan).values(), variants.Variant.load, wide_rows.kernels):
         getattr(function, "cache_clear", lambda: None)()
-
-
-PARAMS = launch.POINTERS.size + launch.LAYOUT.size  # bytes
 
 
 class Compiled:
@@ -113,7 +121,7 @@ class Compiled:
         return {name: functools.partial(self.launch, name) for name in names}
 
     def launch(self, name: str, grid: tuple, threads: int, shared: int, stream: int, *params: bytes) -> None:
-        kernel = self.module.kernel(name, len(params) * f"{PARAMS}s")
+        kernel = self.module.kernel(name, "".join(f"{len(x)}s" for x in params))
         kernel(grid, (threads, 1, 1), shared, stream, *params)
 
 
@@ -240,6 +248,25 @@ def test_heads_padded_to_those_of_tensor_cores(build: Build, emulated) -> None:
     x, options = inputs(build, 1, 130, 2), all_options(build, 1, 130, 2)
     ours = run(*x, **options, form=adapted_backend)
     assert ours["o"].shape == x[0].shape and ours["S"].shape[2:] == (build.D, build.D)
+    assert not too_inexact(ours, build, x, options)
+
+
+WIDER = [
+    Build("sm_90a", 256, decay="token", rope=64),
+    Build("sm_80", 256, decay="head"),
+    Build("sm_90a", 168, decay="token", rope=6, weights="AFFINE"),
+    Build("sm_80", 130, weights="PRODUCTS"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", WIDER, ids=str)
+def test_heads_wider_than_those_of_tensor_cores(build: Build, emulated) -> None:
+    """Guards: halves that are not added up, or twice; norms, rotations and states of whole heads; padding."""
+    emulated(build)
+    x, options = inputs(build, 1, 130, 2), all_options(build, 1, 130, 2)
+    ours = run(*x, **options, form=wide_backend)
+    assert ours["o"].shape == x[0].shape
     assert not too_inexact(ours, build, x, options)
 
 
