@@ -39,12 +39,12 @@ def run(options: Options) -> None:
 
 def _specs() -> "list[tuple[KernelSpec, str]]":
     """(spec, architecture) of every kernel; UserError if no compiler is installed."""
-    from lingpt.kernels.linear_attention.cuda import channel_decay, recurrence, tf32, variants
+    from lingpt.kernels.linear_attention.cuda import channel_decay, recurrence, tf32, variants, wide_rows
     from lingpt.kernels.linear_attention.cuda.toolchain import compiler_version
 
     compiler_version()
-    specs = variants.specs() + channel_decay.specs() + recurrence.specs() + tf32.specs()
-    return [(spec, arch) for spec in specs for arch in spec.architectures]
+    kinds = variants, wide_rows, channel_decay, recurrence, tf32
+    return [(spec, arch) for kind in kinds for spec in kind.specs() for arch in spec.architectures]
 
 
 def _here() -> str | None:

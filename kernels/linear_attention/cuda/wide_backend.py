@@ -95,9 +95,9 @@ def _backward(
 ) -> InputGradients:
     (o, stats, state), (do, dstate) = saved, gradients
     halves = _unit_rows(call, torch.empty_like(stats))
-    of_calls = torch.ones_like(stats).repeat_interleave(2, dim=2)  # the halves' norms are 1
+    of_calls = _twice(torch.ones_like(stats), 2)  # the halves' norms are 1
     if call.normalize:
-        of_calls[0] = 2 * stats[0].repeat_interleave(2, dim=1)
+        of_calls[0] = 2 * _twice(stats[0], 1)
     states, dstates = _split(state), _split(dstate, gradient=True)
     dq, dk, dv = (torch.empty_like(halves[0]) for _ in range(3))
     found = [
@@ -151,11 +151,10 @@ def _calls(call: Call, halves: tuple[Tensor, Tensor]) -> list[Call]:
         a = a / 2
     options: dict[str, Any] = dict(qkv=None, cos=None, sin=None, v=_heads(call.views[2]), normalize_qk=False)
     for name, x in dict(a=a, b=b).items():
-        tensor = isinstance(x, Tensor)
-        options |= {name: _twice(x, 0)} if tensor else {f"{name}_value": x}
-    options |= dict(
-        head_log_decay=_twice(call.head_log_decay, 0), token_log_decay=_twice(call.token_log_decay, 2)
-    )
+        options |= {name: _twice(x)} if isinstance(x, Tensor) else {f"{name}_value": x}
+    for name in ("head_log_decay", "token_log_decay"):
+        if (decay := getattr(call, name)) is not None:
+            options[name] = _twice(decay)
     states = _split(call.initial_state)
     return [
         call._replace(q=q, k=k, **options, **(state._asdict() if state else {}))
@@ -163,8 +162,8 @@ def _calls(call: Call, halves: tuple[Tensor, Tensor]) -> list[Call]:
     ]
 
 
-def _twice(x: Tensor | None, dim: int) -> Tensor | None:
-    return None if x is None else x.repeat_interleave(2, dim)
+def _twice(x: Tensor, dim: int = -1) -> Tensor:
+    return x.repeat_interleave(2, dim)
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -201,7 +200,7 @@ def _split(
     S = S.unflatten(3, (2, -1)).unflatten(2, (2, -1)).permute(2, 0, 1, 4, 3, 5)
     S = S.reshape(2, B, 2 * H, D // 2, D // 2)
     z = _twice(z.unflatten(2, (2, -1)).movedim(2, 0), 2)
-    c, n = c.reshape(B, 2 * H, -1).repeat(2, 1, 1, 1), _twice(n, 1).repeat(2, 1, 1)
+    c, n = c.reshape(B, 2 * H, -1).repeat(2, 1, 1, 1), _twice(n).repeat(2, 1, 1)
     if gradient:
         for x in (z, n):
             x[:, :, 1::2] = 0

@@ -495,7 +495,11 @@ PIECES = [PLAIN[1], *ROTATED, WIDE[1], *GATED, GATED_WIDE[1], *AFFINE]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "N", "sub_segments"),
-    [(GATED[1], 128, 1), *((build, 180, 2) for build in PIECES), *((build, 180, 1) for build in NARROW)],
+    [
+        (GATED[1], 128, 1),
+        *((build, 180, 2) for build in PIECES),
+        *((build, 180, 1) for build in (*NARROW, WIDER[0])),
+    ],
     ids=str,
 )
 def test_pieces_of_sequences(
@@ -508,7 +512,8 @@ def test_pieces_of_sequences(
         plan, "choose_segments", lambda heads, length, chunk, slots: (-(-length // (2 * chunk)), 2 * chunk)
     )
     monkeypatch.setattr(plan, "choose_sub_segments", lambda segments, chunks, slots: sub_segments)
-    check_piece(build, N, adapted_backend if build in NARROW else backend)
+    forms = dict.fromkeys(NARROW, adapted_backend) | {WIDER[0]: wide_backend}
+    check_piece(build, N, forms.get(build, backend))
 
 
 @pytest.mark.slow
