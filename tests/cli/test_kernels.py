@@ -10,7 +10,7 @@ import torch
 from lingpt.bench.kernels.selftest import SHAPES, self_test
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
-from lingpt.kernels.linear_attention.cuda import channel_decay, recurrence, tf32
+from lingpt.kernels.linear_attention.cuda import channel_decay, recurrence, tf32, wide_rows
 from lingpt.models.architecture import MODELS
 
 
@@ -44,7 +44,7 @@ def test_kernels_are_listed_and_compiled(
     source.write_text('extern "C" __global__ void noop(float* x) { x[threadIdx.x] = WIDTH; }')
     spec = KernelSpec(str(source), ("noop",), {"WIDTH": 64}, architectures=("sm_80", "sm_90a"))
     monkeypatch.setattr(variants, "specs", lambda: [spec])
-    for others in (channel_decay, recurrence, tf32):
+    for others in (channel_decay, recurrence, tf32, wide_rows):
         monkeypatch.setattr(others, "specs", lambda: [])
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path))
     assert main(["kernels", "compile", "--arch", "sm_90a"]) == 0
