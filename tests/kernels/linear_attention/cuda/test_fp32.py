@@ -186,9 +186,8 @@ def off_packed(N: int, D: int, dtype: torch.dtype, device: str) -> float:
                 cu_seqlens=torch.tensor([0, 7, 7, N], device=device), backend=name,
             )  # fmt: skip
             results.append((o, *torch.autograd.grad(o, leaves, change(do))))
-    off = [relative(x, exact) for x, exact in zip(*results, strict=True)]
-    print(off)
-    return max(off)
+    o, d_projected, d_bias = (relative(x, exact) for x, exact in zip(*results, strict=True))
+    return max(o, d_projected, d_bias / 5)  # two numbers, of rounding errors that hardly average out
 
 
 @pytest.mark.nvrtc
