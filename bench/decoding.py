@@ -53,7 +53,6 @@ class Decoder:
     @functools.cached_property
     def model(self) -> GPT:
         model = GPT.on_meta(self.config).to(self.dtype).to_empty(device=self.device)
-        model.reset_buffers(self.device)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0.0, 0.02)

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, cast
 
+from lingpt.common.options import Option
 from lingpt.data import Dataset, Tokenizer, prepare
 from lingpt.data.dataset import Part
 from lingpt.data.statistics import measure
@@ -13,30 +15,33 @@ from lingpt.train import Recipe
 from lingpt.train.model import config_of
 from lingpt.train.recipe import parse_recipe
 
-STATS, PICTURE = "--stats", "lengths.png"
-HELP = (
-    "Prepare a corpus: tokenise it into the cache, and show what is in it. "
-    f"{STATS} also reads the text for its duplicates, and draws the lengths of its documents in {PICTURE}."
-)
+PICTURE = "lengths.png"
 COUNTS = "{documents:,} documents, {tokens:,} tokens, {bytes:,} bytes, {blocks:,} blocks"
 SAMPLE_TOKENS, SAMPLE_LINES, SAMPLE_WIDTH = 200, 6, 100
 
 
-def parse(words: Sequence[str]) -> tuple[Recipe, bool]:
-    """The recipe, and whether statistics were asked for."""
-    others = [word for word in words if word != STATS]
-    recipe = parse_recipe(others, verb="data", about=HELP, shown="data.")
-    return recipe, len(others) < len(words)
+@dataclass
+class Options(Recipe):
+    """Prepare a corpus: tokenise it into the cache, and show what is in it."""
+
+    stats: Annotated[
+        bool,
+        Option(f"also read the text for its duplicates, and draw the lengths of its documents in {PICTURE}"),
+    ] = False
 
 
-def run(options: tuple[Recipe, bool]) -> None:
+def parse(words: Sequence[str]) -> Options:
+    about, shown = Options.__doc__ or "", ("data.", "stats")
+    return cast(Options, parse_recipe(words, "data", about, shown, Options))
+
+
+def run(options: Options) -> None:
     """Prepares `--data.*` of the recipe, checked against its model's vocabulary, and prints a report."""
-    recipe, stats = options
     start = time.perf_counter()
-    config = replace(recipe.data, stream=False)
-    dataset = prepare(config, padded_vocab_size=config_of(recipe).padded_vocab_size)
+    config = replace(options.data, stream=False)
+    dataset = prepare(config, padded_vocab_size=config_of(options).padded_vocab_size)
     print(report(dataset, time.perf_counter() - start))
-    for number, part in enumerate(dataset.parts if stats else (), start=1):
+    for number, part in enumerate(dataset.parts if options.stats else (), start=1):
         out = Path(PICTURE if len(dataset.parts) == 1 else f"lengths-{number}.png")
         print("\n" + statistics(part, dataset.tokenizer, out))
 

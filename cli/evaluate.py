@@ -1,5 +1,6 @@
 """`lingpt eval`: scores the newest checkpoint of each attention of a model and prints the paper's Table 2."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +40,9 @@ class Options:
         "examples before each question, unless the task says how many", least=0)] = 0
     data: Annotated[str | None, Option(
         "folder of benchmark JSONL instead of the hub (or set EVAL_DATA)")] = None
-    limit: Annotated[int | None, Option("score only so many documents of each task", least=1)] = None
+    limit: Annotated[int | None, Option(
+        "score only so many documents of each benchmark; needles and texts are measured whole", least=1
+    )] = None
     batch_tokens: Annotated[int, Option(
         "most tokens of a batch; lower it if memory runs out", least=1)] = 16384
     device: Annotated[str, Option("auto, cpu, cuda, cuda:1")] = "auto"
@@ -67,13 +70,15 @@ def parse(words: Sequence[str]) -> Options:
 def run(options: Options) -> None:
     from lingpt.eval.runs import find_checkpoints
     from lingpt.eval.scores import results_path
-    from lingpt.eval.suites import SUITES, benchmark_tasks, suite_scores
+    from lingpt.eval.suites import SUITES, benchmark_tasks, measures_of, suite_scores
     from lingpt.eval.tasks.sources import benchmark_folder
     from lingpt.eval.texts import parse_texts
 
     check_known("suite", options.suite, SUITES)
     data, texts = benchmark_folder(options.data), parse_texts(options.texts)
     tasks = benchmark_tasks(options.suite, options.tasks, data)
+    if options.limit and (whole := measures_of(options.suite)):
+        print(f"--limit is of benchmarks, and measured whole: {', '.join(whole)}", file=sys.stderr)
     unread, unscored = list[str](), list[tuple[str, str]]()  # of runs, and of scores with their reasons
     done, paths = list["Result"](), list[Path]()
     for checkpoint in find_checkpoints(options.runs_dir, options.model, options.runs, unread.append):

@@ -24,6 +24,7 @@ its rate, twice of it for the new attentions, down to 0."""
 TRANSFER_DIVISOR = 4  # the steps of both runs over those of the attentions' own
 TOKENS_DIVISOR = 10  # the teacher's over the student's; a smaller batch and rate: docs/results/linearize
 BATCH_DIVISOR = 4
+ATTENTION_RATE = "--train.attention_learning_rate"
 LENGTH = {"--train.max_steps", "--train.max_tokens"}
 
 
@@ -42,6 +43,8 @@ def parse(words: Sequence[str]) -> list[Recipe]:
         raise UserError(
             "lingpt linearize needs a teacher first: lingpt linearize runs/<name> --model.attention …"
         )
+    if not given & {"--config", ATTENTION_RATE} and not recipe.model.config().has_linear_attention:
+        recipe.train.attention_learning_rate = None
     name = recipe.run_name if "--train.name" in given else f"{recipe.run_name}-linearized"
     if recipe.train.imitate != "attention":
         return [_run(recipe, name, recipe.total_steps)]
@@ -67,7 +70,7 @@ def _student_options(config: Path, given: Set[str]) -> list[str]:
         values[key] = max(1, values[key] // BATCH_DIVISOR)
     rate = values["train.learning_rate"]
     values |= {"train.learning_rate": rate / 2, "train.min_learning_rate": 0.0}
-    values["train.attention_learning_rate"] = None if "--train.learning_rate" in given else 2 * rate
+    values[ATTENTION_RATE.removeprefix("--")] = None if "--train.learning_rate" in given else 2 * rate
     if (muon := values.get("train.muon_learning_rate")) is not None:
         values["train.muon_learning_rate"] = muon / 2
     values |= {"train.max_steps": None, "train.max_tokens": tokens // TOKENS_DIVISOR}

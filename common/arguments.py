@@ -52,7 +52,7 @@ def read_layers(
     words: Sequence[str],
     about: str,
     config: ConfigFile | None = None,
-    shown: str = "",
+    shown: str | tuple[str, ...] = "",
 ) -> list[Layer]:
     """The files of `--config`, in their order, then the command line, wherever `--config` stands on it.
 
@@ -140,7 +140,9 @@ def _values(rest: deque[str]) -> list[str]:
     return found
 
 
-def help_text(verb: str, cls: Any, about: str, config: ConfigFile | None, shown: str = "") -> str:
+def help_text(
+    verb: str, cls: Any, about: str, config: ConfigFile | None, shown: str | tuple[str, ...] = ""
+) -> str:
     """What `lingpt <verb> --help` prints: options under their headings, the rarely set ones last."""
     places, sections = "", dict[str, list[str]]()
     if config:

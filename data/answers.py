@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from lingpt.common.chat_template import CHAT_TEMPLATE
-from lingpt.common.end_of_text import TOKENIZER_CONFIG
 from lingpt.common.errors import UserError, one_line
-from lingpt.common.files import write_json, write_text
+from lingpt.common.files import write_text
 from lingpt.data.corpus import hash_of
 from lingpt.data.tokenizer import Tokenizer, find_tokenizer
 
@@ -94,14 +93,18 @@ class AnswerTokenizer(Tokenizer):
         return parts
 
     def save(self, folder: str | os.PathLike) -> Path:
-        """Also the chat template, for `lingpt generate --chat`, and the tokens that it may name."""
+        """Also the chat template, for `lingpt generate --chat`."""
         path = super().save(folder)
         if self._template is not None:
             write_text(path.with_name(CHAT_TEMPLATE), self._template)
-            names = self._chat.special_tokens_map.items()
-            tokens = {name: token for name, token in names if isinstance(token, str)}
-            write_json(path.with_name(TOKENIZER_CONFIG), tokens)
         return path
+
+    def _named_tokens(self) -> dict[str, str]:
+        """With a chat template, the tokens that it may name; the end of a text is one of them."""
+        if self._template is None:
+            return super()._named_tokens()
+        names = self._chat.special_tokens_map.items()
+        return {name: token for name, token in names if isinstance(token, str)}
 
     def _render(self, messages: list[dict[str, str]], **options: bool) -> str:
         from jinja2 import TemplateError

@@ -110,13 +110,17 @@ class Tokenizer:
         return len(own.items() - others.items())
 
     def save(self, folder: str | os.PathLike) -> Path:
-        """Writes `tokenizer.json` into `folder` and returns its path; if that alone does not say which token
-        ends a text, a tokenizer_config.json does. OSError if it cannot be written."""
+        """Writes `tokenizer.json` into `folder` and returns its path; also a tokenizer_config.json, if there
+        are tokens for it to name. OSError if it cannot be written."""
         path = Path(folder) / TOKENIZER
         write_text(path, self.raw.to_str(pretty=True))
-        if find_end_token(self.raw) != self.end_token:
-            write_json(path.with_name(TOKENIZER_CONFIG), {"eos_token": self.end_token})
+        if tokens := self._named_tokens():
+            write_json(path.with_name(TOKENIZER_CONFIG), tokens)
         return path
+
+    def _named_tokens(self) -> dict[str, str]:
+        """The token that ends a text, if `tokenizer.json` alone does not say which."""
+        return {} if find_end_token(self.raw) == self.end_token else {"eos_token": self.end_token}
 
     def __reduce__(self) -> tuple:
         return _from_string, (self.raw.to_str(), self.name, self.end_token)

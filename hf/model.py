@@ -21,7 +21,7 @@ from lingpt.hf.cache import LinGPTCache
 from lingpt.hf.config import LinGPTConfig
 from lingpt.kernels.numerics import first_tokens
 from lingpt.models import Attention, Block
-from lingpt.models.attention.base import Fp32Buffers
+from lingpt.models.attention.base import ComputedBuffers
 from lingpt.models.gpt import make_norm, make_shared_values, rope_tables
 from lingpt.models.init import init_weights
 
@@ -62,7 +62,7 @@ class LinGPTPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Called for each module that was built on the meta device, or was not loaded."""
         if isinstance(module, LinGPTModel):
-            module.reset_buffers()
+            module.reset_buffers(module.cos.device)
         if isinstance(module, Attention):
             module.reset_buffers(next(module.parameters()).device)
         if module is self:
@@ -74,7 +74,7 @@ def _is_loaded(parameter: nn.Parameter) -> bool:
     return parameter.is_meta or getattr(parameter, "_is_hf_initialized", False)
 
 
-class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
+class LinGPTModel(ComputedBuffers, LinGPTPreTrainedModel):
     """The network without its head: token ids → `last_hidden_state`."""
 
     config: LinGPTConfig
@@ -95,8 +95,8 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def reset_buffers(self) -> None:
-        self.cos, self.sin = rope_tables(self.config.lingpt_config(), self.cos.device)
+    def reset_buffers(self, device: torch.device) -> None:
+        self.cos, self.sin = rope_tables(self.config.lingpt_config(), device)
 
     @can_return_tuple
     def forward(

@@ -10,16 +10,15 @@
 They compute what `lingpt.models` does, bit for bit: `attn` is a model's attention, with its keys.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.checks import check_cu_seqlens
 from lingpt.models import ATTENTIONS, Config, ModelArgs
-from lingpt.models.attention.base import Fp32Buffers
+from lingpt.models.attention.base import ComputedBuffers
 from lingpt.models.gpt import rope_tables
 
 
@@ -39,7 +38,7 @@ def check_standalone(config: Config) -> None:
         raise UserError("value_residual mixes in values that a whole model shares: leave it out of a layer")
 
 
-class AttentionLayer(Fp32Buffers):
+class AttentionLayer(ComputedBuffers):
     """The attention of one layer of a model with this configuration.
 
     Its rotary tables grow with the sequences. Linear layers start from PyTorch's default weights.
@@ -64,13 +63,6 @@ class AttentionLayer(Fp32Buffers):
         with torch.inference_mode(False):  # training may come after
             self.cos, self.sin = rope_tables(config, device)
             self.attn.reset_buffers(device)
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> Self:
-        was_meta = self.cos.is_meta
-        super()._apply(fn, recurse)
-        if was_meta and not self.cos.is_meta:  # by `to_empty`, which leaves any numbers there
-            self.reset_buffers(self.cos.device)
-        return self
 
     def forward(
         self,

@@ -82,6 +82,11 @@ class Config(Architecture):
         """One attention name for each layer."""
         return [self.attention] * self.n_layer if isinstance(self.attention, str) else list(self.attention)
 
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether a layer has another attention than softmax: a state of constant size."""
+        return any(ATTENTIONS[name].constant_state for name in self.attention_per_layer)
+
     def attention_options(self, name: str) -> dict[str, Any]:
         """This configuration's values of the options that an attention declares."""
         return {option: getattr(self, option) for option in ATTENTIONS[name].options()}

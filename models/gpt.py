@@ -26,7 +26,7 @@ from lingpt.common.errors import UserError
 from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.gelu import fast_gelu
 from lingpt.models.attention import ATTENTIONS
-from lingpt.models.attention.base import Fp32Buffers
+from lingpt.models.attention.base import ComputedBuffers
 from lingpt.models.config import Config
 from lingpt.models.host_inputs import HostInputs
 from lingpt.models.init import init_weights
@@ -213,7 +213,7 @@ def scaled_frequencies(
     return (1 - kept) * frequencies / factor + kept * frequencies
 
 
-class GPT(Fp32Buffers):
+class GPT(ComputedBuffers):
     """A causal language model, `[B, N]` token ids → `[B, N, padded_vocab_size]` logits.
 
     The constructor leaves PyTorch's default weights; `init_weights(seed)` sets those a run starts from.
@@ -267,7 +267,6 @@ class GPT(Fp32Buffers):
         """A model with `init_weights(seed)`, built on its device without drawing default weights first."""
         model = cls.on_meta(config)
         model = model.to(dtype or torch.get_default_dtype()).to_empty(device=device)
-        model.reset_buffers(model.cos.device)
         model.init_weights(seed)
         return model
 

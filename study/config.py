@@ -67,7 +67,7 @@ class Study:
     max_length_factor: Annotated[int, Option(
         "the loss by position goes up to this multiple of the training length", least=1, most=10**6)] = 8
     limit: Annotated[int | None, Option(
-        "evaluate only so many documents of each task, from the first on", least=1, most=10**9)] = None
+        "score only so many documents of each benchmark, from the first on", least=1, most=10**9)] = None
     mqar: Annotated[dict[str, Any] | None, Option(
         "options of `lingpt mqar`, to also train and score the synthetic recall task")] = None
     about: Annotated[str, Option("a sentence for the page", blank=True)] = ""

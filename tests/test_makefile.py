@@ -37,7 +37,6 @@ def parsed(*words: str) -> dict:
     program, verb, *options = shlex.split(dry(*words))
     assert program == "lingpt"
     options = parse(verb, VERBS[verb], options)
-    options = options[0] if isinstance(options, tuple) else options  # of `data`, with --stats
     return flatten(type(options), asdict(options))
 
 

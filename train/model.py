@@ -77,7 +77,6 @@ def make_model(
 
 def fill_shards(gpt: GPT, seed: int, resume_from: Path | None, init_from: Path | None) -> None:
     """Sets the weights of a sharded model to those of `make_model`; every process only its part."""
-    gpt.reset_buffers(gpt.cos.device)
     if resume_from:
         load_parts(gpt, resume_from)
     else:

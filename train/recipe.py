@@ -38,20 +38,27 @@ def find_recipe(name: str) -> Path:
     return path
 
 
-def parse_recipe(words: Sequence[str], verb: str = "train", about: str = "", shown: str = "") -> Recipe:
+def parse_recipe(
+    words: Sequence[str],
+    verb: str = "train",
+    about: str = "",
+    shown: str | tuple[str, ...] = "",
+    cls: type[Recipe] = Recipe,
+) -> Recipe:
     """The recipe that these arguments of `lingpt <verb>` describe, and the name of its run; UserError if they
     are invalid.
 
-    about: what the verb does, for its `--help`, which lists only keys that begin with `shown`.
+    about: what the verb does, for its `--help`, which lists only keys that begin with `shown`. cls: has the
+    verb's own options, too.
     """
     config = ConfigFile(find_recipe, f"recipe: a YAML file or one of {', '.join(recipe_names())}")
-    layers = read_layers(verb, Recipe, words, about, config, shown)
+    layers = read_layers(verb, cls, words, about, config, shown)
     if None not in map(layers[-1].values.get, _LENGTHS):
         raise UserError("--train.max_steps and --train.max_tokens both say how long to train: give one")
     values = _merged(layers)
     values |= {key: str(expand(path)) for key in _PATHS if (path := str(values.get(key, ""))).startswith("~")}
     sizes = _sizes_of_source(values)
-    recipe = build(Recipe, sizes | {k: v for k, v in values.items() if k not in sizes or v is not None})
+    recipe = build(cls, sizes | {k: v for k, v in values.items() if k not in sizes or v is not None})
     if recipe.train.name is None:
         name = _run_name(recipe, layers[0], sizes)
         recipe.train.name = None if name == recipe.run_name else name

@@ -47,7 +47,12 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
     machine, why = choose_strategy(choose_machine(recipe.train), gpt, recipe)
     check(recipe, machine.world_size)
     check_context_parallel(recipe, gpt, machine.world_size)
-    _check_segments(recipe, gpt)
+    _check_segments(recipe, gpt.config)
+    if recipe.train.attention_learning_rate is not None and not gpt.config.has_linear_attention:
+        raise UserError(
+            f"train.attention_learning_rate is for linear attentions, and {recipe.attention_label} is none: "
+            "leave it out"
+        )
     transfers_attention = recipe.train.teacher is not None and recipe.train.imitate == "attention"
     if transfers_attention and gpt.config.shared_values_width is not None:
         raise UserError(
@@ -64,7 +69,7 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
     return gpt, machine, why
 
 
-def _check_segments(recipe: Recipe, gpt: GPT) -> None:
+def _check_segments(recipe: Recipe, config: Config) -> None:
     """Raises UserError if the recipe's sequences cannot be trained on in segments."""
     t, seq_len = recipe.train, recipe.data.seq_len
     if t.segments == 1:
@@ -72,7 +77,7 @@ def _check_segments(recipe: Recipe, gpt: GPT) -> None:
     option = f"train.segments is {t.segments}"
     if seq_len % t.segments:
         raise UserError(f"{option}, which does not divide data.seq_len {seq_len}: change one of them")
-    if not any(block.attn.constant_state for block in gpt.blocks):
+    if not config.has_linear_attention:
         raise UserError(f"{option}, and {recipe.attention_label} has no state to carry: leave it out")
     others = {"context_parallel": t.context_parallel > 1, "teacher": t.teacher is not None}
     for name, given in others.items():

@@ -79,7 +79,8 @@ def linear_attention(
             [B, N, H, D]  likewise for each channel of k, with a = 0 alone.
             With [B, N, H, D], or a = 0 under the normaliser, it is the call of
             `unified_linear_attention(b·q̂, k̂, v, left=log_decay)`, with its backends; the normaliser is a
-            column of ones in v. Of a state S is read, and z under the normaliser; the rest is zeros.
+            column of ones in v, and fp16, which large sums exceed, is computed in fp32. Of a state S is read,
+            and z under the normaliser; the rest is zeros.
         cu_seqlens: int32 or int64 [sequences + 1], from 0 to B·N, not decreasing (not checked), as in
             FlashAttention: the B·N tokens, row after row, are sequences of different lengths, one after the
             other; each row begins with one. Outputs and gradients are those of separate calls: each sequence
@@ -265,14 +266,15 @@ def _unified(
     if normalize:  # the sum of the weights is that of a column of ones
         v = F.pad(v, (0, 1), value=1.0)
         S = None if state is None else torch.cat((state.S, state.z.unsqueeze(-1)), dim=-1)
+    inner = dtype if normalize and v.dtype == torch.float16 else v.dtype  # sums may exceed fp16's 65,504
     o, S = unified_linear_attention_with_state(
-        q.to(v.dtype), k.to(v.dtype), v, log_decay, initial_state=S,
+        q.to(inner), k.to(inner), v.to(inner), log_decay, initial_state=S,
         cu_seqlens=options["cu_seqlens"], backend=options["backend"],
     )  # fmt: skip
     after = LinearAttentionState.zeros(B, H, D, device=q.device, dtype=dtype)
     if not normalize:
         return o, after._replace(S=S)
-    return o[..., :D] / o[..., D:], after._replace(S=S[..., :D], z=S[..., D])
+    return (o[..., :D] / o[..., D:]).to(v.dtype), after._replace(S=S[..., :D], z=S[..., D])
 
 
 def _unified_decay(q: Tensor, context: Context | None, log_decay: Any, **options: Any) -> Tensor | None:

@@ -45,7 +45,8 @@ def with_options(cls: type[T]) -> type[T]:
 
 def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) -> str:
     """The attention and those of its options in `values` that are not at their defaults, as text:
-    `ours-gated + output_gate + softmax_every=4`, or `hybrid + value_residual`, as aliases are used.
+    `ours-gated + output_gate + softmax_every=4`, or `hybrid + value_residual`, as aliases are used. Of
+    several `softmax_every` that give the same layers it is an alias's, or else the smallest.
 
     `parse_form` reads it, except for a list of layers that is no hybrid of `hybrid_layers`.
     """
@@ -53,16 +54,17 @@ def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) ->
     declared = {n: p for name in names if name in ATTENTIONS for n, p in ATTENTIONS[name].options().items()}
     options = {n: values[n] for n, p in declared.items() if n in values and values[n] != p.default}
     label, every = attention_label(attention), values.get(SOFTMAX_EVERY)
+    periods = [] if every is None else [every]
     if not isinstance(attention, str) and (hybrid := find_hybrid(attention)):
-        label, every = hybrid
-    if every is not None:
-        options[SOFTMAX_EVERY] = every
+        label, periods = hybrid
+    every_words = [f"{SOFTMAX_EVERY}={every}" for every in periods]
     words = [label, *(name if value is True else f"{name}={_text(value)}" for name, value in options.items())]
     for alias, form in ALIASES.items():
         own = form.split("+")
-        if set(own) <= set(words):
+        if set(own) <= {*words, *every_words}:
             words = [alias, *(word for word in words if word not in own)]
-    return " + ".join(words)
+            every_words = [] if set(own) & set(every_words) else every_words
+    return " + ".join([*words, *every_words[:1]])
 
 
 def _text(value: Any) -> str:

@@ -21,20 +21,32 @@ from lingpt.models.architecture import Architecture
 from lingpt.models.attention.short_conv import ConvState, apply_short_conv
 
 
-class Fp32Buffers(nn.Module):
-    """Keeps its buffers in fp32 when the model is cast: positions and decays need more than bf16's 8 bits."""
+class ComputedBuffers(nn.Module):
+    """A module whose buffers, positions and decays, are computed and not saved.
+
+    They stay in fp32 when the model is cast, as they need more than bf16's 8 bits, and are computed again
+    when it leaves the meta device, by `to_empty`.
+    """
+
+    def reset_buffers(self, device: torch.device) -> None:
+        """Computes the buffers again."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Self:
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, constant in before.items():
             moved = self._buffers[name]
-            if constant is not None and moved is not None and moved.dtype != constant.dtype:
+            if constant is None or moved is None:
+                continue
+            if constant.is_meta and not moved.is_meta:
+                self.reset_buffers(moved.device)
+                break
+            if moved.dtype != constant.dtype:
                 self._buffers[name] = constant.to(moved.device)
         return self
 
 
-class Attention(Fp32Buffers, ABC):
+class Attention(ComputedBuffers, ABC):
     """One layer's causal attention; a subclass declares everything that depends on the mechanism.
 
     A subclass must define all abstract methods: a missing one fails when the model is built, not when a run
@@ -136,9 +148,6 @@ class Attention(Fp32Buffers, ABC):
         """Initial values by name: of the parameters that are neither in linear layers nor in norms, and of
         linear layers that are not drawn."""
         return {}
-
-    def reset_buffers(self, device: torch.device) -> None:
-        """Recomputes the buffers, for a module that comes from the meta device."""
 
 
 GateActivation = Literal["silu", "sigmoid"]

@@ -35,13 +35,12 @@ def hybrid_layers(attention: str, n_layer: int, every: int) -> list[str]:
     return [SOFTMAX if layer % every == every // 2 else attention for layer in range(n_layer)]
 
 
-def find_hybrid(layers: Sequence[str]) -> tuple[str, int] | None:
-    """The attention and the smallest `every` with which `hybrid_layers` gives these layers; else None."""
+def find_hybrid(layers: Sequence[str]) -> tuple[str, list[int]] | None:
+    """The attention and each `every` with which `hybrid_layers` gives these layers; None if none does."""
     others = set(layers) - {SOFTMAX}
     if len(others) != 1 or SOFTMAX not in layers:
         return None
     (attention,), n_layer = others, len(layers)
-    for every in range(2, 2 * n_layer):
-        if hybrid_layers(attention, n_layer, every) == list(layers):
-            return attention, every
-    return None
+    periods = range(2, 2 * n_layer)
+    found = [every for every in periods if hybrid_layers(attention, n_layer, every) == list(layers)]
+    return (attention, found) if found else None

@@ -143,14 +143,18 @@ def test_a_tokenizer_that_transformers_cannot_read_gets_one_line(chat, monkeypat
         prepare(config(ROWS * 3, chat), progress=False)
 
 
-def test_a_checkpoint_of_a_conversation_can_chat(chat, tmp_path):
-    """Guards: `lingpt generate --chat` of a run on conversations, which had no template."""
+@pytest.mark.parametrize("end", ["<|endoftext|>", "e"])
+def test_a_checkpoint_of_a_conversation_can_chat(chat, tmp_path, monkeypatch, end):
+    """Guards: `lingpt generate --chat` of a run on conversations, which had no template; and a config that
+    was written with the end of a text alone before it had all tokens. Each file is written once."""
     settings = json.loads((chat / "tokenizer_config.json").read_text()) | {"bos_token": "<|endoftext|>"}
     (chat / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "checkpoint").mkdir()
-    prepare(config(ROWS * 3, chat), progress=False).tokenizer.save(tmp_path / "checkpoint")
+    tokenizer, written, replaced = prepare(config(ROWS * 3, chat, end_token=end)).tokenizer, [], Path.replace
+    monkeypatch.setattr(Path, "replace", lambda at, to: written.append(to.name) or replaced(at, to))
+    tokenizer.save(tmp_path / "checkpoint")
+    assert sorted(written) == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
     template, tokens = read_chat_template(tmp_path / "checkpoint")
-    assert template == TEMPLATE and tokens["bos_token"] == tokens["eos_token"] == "<|endoftext|>"
+    assert template == TEMPLATE and tokens == {"bos_token": "<|endoftext|>", "eos_token": end}
 
 
 def test_the_template_identifies_the_data(chat):

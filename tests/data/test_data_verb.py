@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lingpt.cli.data import parse
 from lingpt.cli.main import main
 
 
@@ -34,6 +35,17 @@ def test_a_bad_line_is_one_line_and_exit_code_2(tmp_path: Path, capsys):
     assert main(["data", "--data.source", str(path), "--data.vocab_size", "300"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith(f'lingpt: {path}, line 2 has no "text"')
+
+
+def test_stats_is_listed_and_read_as_every_option(capsys):
+    """Guards: `--stats` was a word that `--help` named in a sentence alone, and that took no value."""
+    assert main(["data", "--help"]) == 0
+    assert "\n  --stats  " in capsys.readouterr().out
+    assert main(["data", "--stats", "maybe"]) == 2
+    assert capsys.readouterr().err == "lingpt: stats is maybe; it must be true or false\n"
+    assert main(["data", "--stat"]) == 2
+    assert "unknown key 'stat' (did you mean 'stats'?)" in capsys.readouterr().err
+    assert not parse(["--stats", "false"]).stats and parse(["--stats"]).stats
 
 
 def test_it_names_what_was_asked_for_and_what_is_not_read(write_jsonl, texts, tokenizer_path, capsys):

@@ -248,6 +248,15 @@ def test_an_alias_and_more_options(alias: str):
     assert attention_form(args.attention, vars(args)) == f"{alias} + value_residual"
 
 
+@pytest.mark.parametrize("n_layer", [2, 3, 4])
+def test_an_alias_in_few_layers(n_layer: int):
+    """Guards: every third of three layers, which are also every second, were no `hybrid-best` any more."""
+    args = ModelArgs(n_layer=n_layer, attention="hybrid-best+value_residual")
+    assert attention_form(args.attention, vars(args)) == "hybrid-best + value_residual"
+    plain = ModelArgs(n_layer=n_layer, attention="gla+softmax_every=2")
+    assert attention_form(plain.attention, vars(plain)) == "gla + softmax_every=2"
+
+
 @pytest.mark.parametrize("form", ["hybrid", "ours+output_gate"])
 def test_a_configuration_takes_no_form(form: str):
     """Guards: "unknown attention 'hybrid' (did you mean 'hybrid'?)"."""

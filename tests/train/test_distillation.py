@@ -153,7 +153,8 @@ def test_a_validation_is_of_the_next_token(kind, batch):
 
 
 def test_a_student_takes_no_option_of_its_teacher_that_it_cannot_have(make_recipe):
-    """Guards: "leave it out" for an option that only the teacher's run was given; and Muon's whole rate."""
+    """Guards: "leave it out" for an option that only the teacher's run was given, or for a rate of linear
+    attentions without any; and Muon's whole rate."""
     muon = {"optimizer": "muon", "muon_learning_rate": 4e-3}
     teacher = train(make_recipe(max_steps=1, z_loss=1e-4, segments=2, **muon))
     config = teacher / "config.yaml"
@@ -162,6 +163,9 @@ def test_a_student_takes_no_option_of_its_teacher_that_it_cannot_have(make_recip
     t = student.train
     assert (t.z_loss, t.segments, t.context_parallel) == (0.0, 1, 1)
     assert (t.optimizer, t.muon_learning_rate, t.learning_rate) == ("muon", 2e-3, 5e-4)
+    assert t.attention_learning_rate == 2e-3
+    (student,) = parse([str(teacher), "--model.attention=softmax+softmax_window=16"])
+    assert student.train.attention_learning_rate is None
 
 
 def test_a_replay_says_that_the_run_had_a_teacher(make_recipe, monkeypatch):

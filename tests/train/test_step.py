@@ -2,16 +2,19 @@
 
 import copy
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
+from lingpt.common.errors import UserError
 from lingpt.models import GPT, Config, ModelArgs
 from lingpt.train import TrainConfig
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.planning.machine import choose_machine
+from lingpt.train.start import check_recipe
 from lingpt.train.step import (
     AsyncHostCopy,
     learning_rates,
@@ -136,6 +139,16 @@ def test_linear_attentions_learn_at_their_own_rate():
         step, linear = p.detach() - before[name], ".attn." in name and ".h.3." not in name
         expected = torch.full_like(step, 2e-3 if linear else 5e-4)
         torch.testing.assert_close(step.abs(), expected, rtol=0.05, atol=2e-8, msg=name)
+
+
+def test_a_rate_for_linear_attentions_needs_some(make_recipe):
+    """Guards: a rate that nothing learns at."""
+    recipe = make_recipe(attention_learning_rate=4e-3)
+    check_recipe(recipe)
+    recipe.model = replace(recipe.model, attention="softmax")
+    line = "attention_learning_rate is for linear attentions, and softmax is none: leave it out"
+    with pytest.raises(UserError, match=line):
+        check_recipe(recipe)
 
 
 def muon_step(optimizer, model, seed):

@@ -56,7 +56,8 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[P
     lock.acquire()
     with write_errors(folder, "free some space, make it writable, or choose another --train.out_dir"):
         if resume == "never" and any(path.name != LOCK for path in folder.iterdir()):
-            init_from = _find_init_from(recipe, moves_old_run=True)
+            init_from = _find_init_from(recipe)
+            _check_move(recipe, init_from)
             _move_aside(folder, lock)
         given = _given_checkpoint(Path(resume), recipe) if resume not in ("auto", "never") else None
         if has_begun(folder):
@@ -69,7 +70,7 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[P
                 _check_not_diverged(folder)
         checkpoint = given or _newest_usable(folder)
         if checkpoint is None:
-            init_from = init_from or _find_init_from(recipe, moves_old_run=False)
+            init_from = init_from or _find_init_from(recipe)
             print_rank0(f"new run: {folder}")
         else:
             _resume(recipe, checkpoint, fingerprint)
@@ -264,26 +265,24 @@ def check_init_from(recipe: Recipe, config: Config) -> None:
         check_sizes(config, read_model_config(folder), folder)
 
 
-def _find_init_from(recipe: Recipe, moves_old_run: bool) -> Path | None:
-    """The undamaged model folder of the recipe's `init_from`, if it has one; UserError if it is damaged.
+def _find_init_from(recipe: Recipe) -> Path | None:
+    """The undamaged model folder of the recipe's `init_from`, if it has one; UserError if it is damaged."""
+    init_from = recipe.train.init_from
+    return None if init_from is None else find_model_folder(Path(init_from))
 
-    moves_old_run: UserError, before that is done, also if the new run could not start from there, or would
-    lose its teacher.
-    """
-    t = recipe.train
-    for option, given in (("init_from", t.init_from), ("teacher", t.teacher)):
-        in_run = given and Path(given).resolve().is_relative_to(recipe.run_folder.resolve())
-        if moves_old_run and in_run:
+
+def _check_move(recipe: Recipe, init_from: Path | None) -> None:
+    """Raises UserError, before the old run is moved aside, if the new one would lose its first weights or its
+    teacher by that, or could not start from the model folder `init_from`."""
+    for option in ("init_from", "teacher"):
+        given = getattr(recipe.train, option)
+        if given and Path(given).resolve().is_relative_to(recipe.run_folder.resolve()):
             raise UserError(
                 f"--train.{option} {given} is in the run that --train.resume never would move aside: choose "
                 "another --train.name"
             )
-    if t.init_from is None:
-        return None
-    folder = find_model_folder(Path(t.init_from))
-    if moves_old_run:
-        load_weights(GPT.on_meta(config_of(recipe)), folder)
-    return folder
+    if init_from is not None:
+        load_weights(GPT.on_meta(config_of(recipe)), init_from)
 
 
 def _move_aside(folder: Path, lock: RunLock) -> None:

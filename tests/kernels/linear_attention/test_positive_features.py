@@ -86,6 +86,20 @@ def test_a_state_goes_on(decay):
     torch.testing.assert_close(packed[:1, 5:], alone)
 
 
+@pytest.mark.parametrize("backend", ["chunkwise", "recurrent"])
+def test_sums_above_the_range_of_fp16(backend):
+    """Guards: a sum of weights that is infinite in fp16, by which the output was 0."""
+    q, k = (8 * torch.rand(1, 600, 1, 16) for _ in range(2))
+    rows = [x.half() for x in (q, k, torch.randn(1, 600, 1, 16))]
+    q, k, v = (x.double()[0, :, 0] for x in rows)
+    weights = (q @ k.T).tril()
+    assert weights.sum(1).max() > 2 * torch.finfo(torch.float16).max
+    o = linear_attention(*rows, a=0, normalize_qk=False, backend=backend)
+    assert o.dtype == torch.float16
+    expected = weights @ v / weights.sum(1, keepdim=True)
+    torch.testing.assert_close(o[0, :, 0].double(), expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
