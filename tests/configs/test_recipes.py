@@ -18,7 +18,7 @@ from lingpt.train.planning.machine import Machine
 from lingpt.train.planning.memory_fit import fits, memory_here, memory_needed
 from lingpt.train.recipe import RECIPES, parse_recipe, recipe_names
 
-PYTHIA = ["pythia-14m", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"]
+PYTHIA = ["pythia-14m", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1b", "pythia-1.4b"]
 LLAMA = ["llama-130m", "llama-340m", "llama-1b", "llama-1.3b"]
 LARGE = ["pythia-2.8b", "pythia-6.9b", "pythia-12b"]
 
