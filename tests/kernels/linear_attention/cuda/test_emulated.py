@@ -448,7 +448,7 @@ def test_copies_are_kept_until_the_launches(emulated, monkeypatch: pytest.Monkey
     build = GATED[1]
     emulated(build)
     monkeypatch.setattr(backend, "backward", next_pass)
-    monkeypatch.setattr(backend, "_aligned", copied)
+    monkeypatch.setattr(backend, "aligned", copied)
     monkeypatch.setattr(launch.Launch, "__call__", launched)
     run(*inputs(build, 1, 64, 1), **all_options(build, 1, 64, 1))
 
