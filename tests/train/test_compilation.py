@@ -16,7 +16,7 @@ def test_the_recommended_form_trains_compiled_as_it_does_eagerly(make_recipe, mo
     losses = []
     for when in ("always", "never"):
         recipe = make_recipe(name=when, max_steps=3, compile=when)
-        recipe.model = ModelArgs("demo", "hybrid")
+        recipe.model = ModelArgs("demo", "hybrid + softmax_every=2", n_layer=2)
         folder = train(recipe)
         losses.append([line["loss"] for line in read_metrics(folder) if line["kind"] == "train"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -9,6 +9,14 @@ import torch
 from lingpt.tests.kernels.linear_attention.cuda.on_gpu import FREE, FREE_ROTATED, ROTATED, SEPARATE
 
 
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """On the emulator tests of one build follow each other: a process compiles and parses it once."""
+    at = [i for i, item in enumerate(items) if item.path.name == "test_emulated.py"]
+    of_builds = sorted((items[i] for i in at), key=lambda item: str(item.callspec.params["build"]))
+    for i, item in zip(at, of_builds, strict=True):
+        items[i] = item
+
+
 @pytest.fixture(scope="session")
 def compiled_builds() -> None:
     """Every build that the GPU tests meet, all at once: one after the other they would take minutes."""

@@ -82,8 +82,8 @@ SMALL = [
     Build("sm_86", 128, BF16, decay="head", rope=32),
     Build("sm_86", 128, BF16, decay="token", rope=32, weights="AFFINE"),
 ]
-EXTRA = [*SMALL, Build("sm_90a", 128), WIDE[0], Build("sm_90a", 128, BF16, decay="token", rope=128)]
-COMMON = [*PLAIN, *ROTATED, WIDE[1], *GATED, GATED_WIDE[1]]  # in other tests, too
+EVERY = [*SMALL, Build("sm_90a", 128), Build("sm_90a", 128, BF16, decay="token", rope=128)]
+EVERY += [*PLAIN, *ROTATED, *WIDE, *GATED, *GATED_WIDE, *AFFINE, *AFFINE_WIDE, *PRODUCTS]
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ class Compiled:
         kernel(grid, (threads, 1, 1), shared, stream, *params)
 
 
-@functools.lru_cache(maxsize=len(COMMON) + 2)  # a module's kernels hold some 10 MB each
+@functools.lru_cache(maxsize=2)  # of a test; a module's kernels hold some 10 MB each
 def module(source: str, arch: str, defines: tuple, names: tuple) -> emulator.Module:
     """`names` tell builds apart."""
     return emulator.Module(functools.partial(nvrtc.compile_ptx, source, arch, dict(defines)), arch)
@@ -220,9 +220,6 @@ def too_inexact(ours: dict, build: Build, x: list[torch.Tensor], options: dict) 
     return {name: worse for name, worse in found.items() if worse}
 
 
-EVERY = [*EXTRA, *COMMON, GATED_WIDE[0], *AFFINE, *AFFINE_WIDE, *PRODUCTS]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("build", EVERY, ids=str)
 def test_everything_at_once(build: Build, emulated) -> None:
@@ -236,7 +233,7 @@ def test_everything_at_once(build: Build, emulated) -> None:
 NARROW = [
     Build("sm_80", 20, BF16, decay="token", rope=16),
     Build("sm_90a", 96, FP16, decay="token", rope=32, weights="AFFINE"),
-    Build("sm_90a", 32, BF16, decay="head", rope=8),
+    Build("sm_90a", 32, rope=8),
 ]
 
 
@@ -253,9 +250,9 @@ def test_heads_padded_to_those_of_tensor_cores(build: Build, emulated) -> None:
 
 WIDER = [
     Build("sm_90a", 256, decay="token", rope=64),
-    Build("sm_80", 256, decay="head"),
+    Build("sm_80", 256, decay="token"),
     Build("sm_90a", 168, decay="token", rope=6, weights="AFFINE"),
-    Build("sm_80", 130, weights="PRODUCTS"),
+    Build("sm_80", 130, decay="head", weights="PRODUCTS"),
 ]
 
 
@@ -264,7 +261,7 @@ WIDER = [
 def test_heads_wider_than_those_of_tensor_cores(build: Build, emulated) -> None:
     """Guards: halves that are not added up, or twice; norms, rotations and states of whole heads; padding."""
     emulated(build)
-    x, options = inputs(build, 1, 130, 2), all_options(build, 1, 130, 2)
+    x, options = inputs(build, 1, 100, 2), all_options(build, 1, 100, 2)
     ours = run(*x, **options, form=wide_backend)
     assert ours["o"].shape == x[0].shape
     assert not too_inexact(ours, build, x, options)
@@ -341,44 +338,47 @@ def test_a_gate_that_is_nan_is_no_reset(build: Build, emulated) -> None:
     assert all(ours[name].isnan().any() for name in ("S", "dq", "dk", "dv", "dlog_decay"))
 
 
+def unrotated(build: Build, N: int) -> dict[str, torch.Tensor]:
+    """Angles of 0: the same bits as without RoPE, by a build that other tests have compiled."""
+    return {"cos": torch.ones(N, build.rope), "sin": torch.zeros(N, build.rope)} if build.rope else {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "weights, D, sign, bias",
+    ("build", "sign", "bias"),
     [
-        ("NORMALISED", 64, 1, 5),
-        ("NORMALISED", 64, -1, 0),
-        ("NORMALISED", 128, -1, 0),
-        ("AFFINE", 64, -1, 0),
-        ("PRODUCTS", 64, -1, 0),
+        *((build, 1, 5) for build in GATED),
+        *((build, -1, 0) for build in (*GATED, *AFFINE, *PRODUCTS)),
+        *((Build(arch, 128, decay="token"), -1, 0) for arch in ARCHS),
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("arch", ARCHS)
-def test_a_gates_gradient_as_in_trained_models(
-    arch: str, weights: str, D: int, sign: int, bias: int, emulated
-) -> None:
+def test_a_gates_gradient_as_in_trained_models(build: Build, sign: int, bias: int, emulated) -> None:
     """Guards: dq's and dk's scans round the same W. Gates are steep in trained models: a few large weights
     are all of it, and two roundings would be most of what sums over all later tokens leave, 15 %."""
-    build = Build(arch, D, decay="token", weights=weights)
     emulated(build)
     q, k, v, do = inputs(build, 1, 320, 1)
     x, gates = [q + 1.5, k + 1.5 * sign, v, do], randn(1, 320, 1, seed=9).float()
     options = {"log_decay": torch.nn.functional.logsigmoid(gates + bias), "b": torch.ones(1)}
-    if weights != "NORMALISED":
-        options |= dict(normalize=False, a=0.0 if weights == "PRODUCTS" else 1.0, return_state=False)
-    ours, exact = (form(*x, **options)["dlog_decay"] for form in (run, in_float64))
-    assert relative(ours, exact) < (0.01 if weights == "NORMALISED" else 0.02)
+    if build.weights != "NORMALISED":
+        options |= dict(normalize=False, a=0.0 if build.weights == "PRODUCTS" else 1.0, return_state=False)
+    options |= unrotated(build, 320)
+    ours = run(*x, **options)["dlog_decay"]
+    exact = with_rope(in_float64, build, x, **options)["dlog_decay"]
+    assert relative(ours, exact) < (0.01 if build.weights == "NORMALISED" else 0.02)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-def test_a_gates_gradient_where_values_have_a_mean(arch: str, emulated) -> None:
+@pytest.mark.parametrize("build", GATED, ids=str)
+def test_a_gates_gradient_where_values_have_a_mean(build: Build, emulated) -> None:
     """Guards: what is in it of the rounding of o, of which e is made: that is of the size of the mean."""
-    build = Build(arch, 64, decay="token")
     emulated(build)
     q, k, v, do = inputs(build, 1, 320, 1)
     x, gates = [q + 1.5, k + 1.5, v + 3, do], randn(1, 320, 1, seed=9).float()
     options = {"log_decay": torch.nn.functional.logsigmoid(gates + 5), "b": torch.ones(1)}
-    ours, exact, limit = (form(*x, **options)["dlog_decay"] for form in (run, in_float64, quantised))
+    options |= unrotated(build, 320)
+    ours = run(*x, **options)["dlog_decay"]
+    exact, limit = (with_rope(form, build, x, **options)["dlog_decay"] for form in (in_float64, quantised))
     assert relative(ours, exact) < 2 * relative(limit, exact) and relative(ours, exact) < 0.06
 
 
@@ -398,11 +398,10 @@ def test_boundaries(build: Build, N: int, emulated, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("N, bound", [(1536, 0.012), (1537, 0.008)])
-@pytest.mark.parametrize("arch", ARCHS)
-def test_no_sum_is_longer_than_a_window(arch: str, N: int, bound: float, emulated) -> None:
+@pytest.mark.parametrize("build", PRODUCTS, ids=str)
+def test_no_sum_is_longer_than_a_window(build: Build, N: int, bound: float, emulated) -> None:
     """Guards: the accuracy of a gate's gradient in long sequences: without boundaries 1.8 % are rounding, or
     1.05 % of the second, whose chunks do not meet in both directions."""
-    build = Build(arch, 64, decay="token", weights="PRODUCTS")
     emulated(build)
     x, gates = inputs(build, 1, N, 1), randn(1, N, 1, seed=9).float()
     options = {"log_decay": torch.nn.functional.logsigmoid(gates), "b": torch.ones(1)}
@@ -412,23 +411,27 @@ def test_no_sum_is_longer_than_a_window(arch: str, N: int, bound: float, emulate
 
 
 @pytest.mark.slow
-def test_the_final_states_part_is_in_no_long_sum(emulated) -> None:
+@pytest.mark.parametrize("build", AFFINE[1:], ids=str)
+def test_the_final_states_part_is_in_no_long_sum(build: Build, emulated) -> None:
     """Guards: what the final state's gradient adds to the last window's gates: from a sum over all tokens it
     would be off by 0.6 %."""
-    build = Build("sm_90a", 64, decay="token", weights="AFFINE")
     emulated(build)
-    N, D = 3072, 64
+    N, D = 3072, build.D
     q, k, v, do = inputs(build, 1, N, 1)
     sizes = ((D, D), (D,), (D,), ())
     dstate = LinearAttentionState(*(randn(1, 1, *size, seed=31 + i).float() for i, size in enumerate(sizes)))
     gates = torch.nn.functional.logsigmoid(randn(1, N, 1, seed=9).float())
     options = dict(log_decay=gates, normalize=False, a=1.0, dstate=dstate._replace(n=torch.zeros(1, 1)))
-    ours, exact = (form(q + 1.5, k + 1.5, v, do, **options)["dlog_decay"] for form in (run, in_float64))
+    x = q + 1.5, k + 1.5, v, do
+    options |= unrotated(build, N)
+    ours = run(*x, **options)["dlog_decay"]
+    exact = with_rope(in_float64, build, x, **options)["dlog_decay"]
     last = slice(N - variants.BOUNDARY_INTERVAL, None)
     assert relative(ours[:, last], exact[:, last]) < 0.0025
 
 
-def test_copies_are_kept_until_the_launches(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("build", GATED[1:], ids=str)
+def test_copies_are_kept_until_the_launches(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: memory of a copy (here of every input; of `do`, say, where it is expanded) that is given away
     while kernels read it: results of one call in it, and gradients that are wrong now and then."""
     copies: list[weakref.ref] = []  # of a pass
@@ -445,10 +448,9 @@ def test_copies_are_kept_until_the_launches(emulated, monkeypatch: pytest.Monkey
     def launched(self: launch.Launch, stream: int, tensors: dict, addresses: dict) -> None:
         assert copies and all(copy() is not None for copy in copies)
 
-    build = GATED[1]
     emulated(build)
     monkeypatch.setattr(backend, "backward", next_pass)
-    monkeypatch.setattr(backend, "_aligned", copied)
+    monkeypatch.setattr(backend, "aligned", copied)
     monkeypatch.setattr(launch.Launch, "__call__", launched)
     run(*inputs(build, 1, 64, 1), **all_options(build, 1, 64, 1))
 
@@ -489,21 +491,23 @@ def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest
     assert not too_inexact(ours, build, x, options)
 
 
-PIECES = [PLAIN[1], *ROTATED, WIDE[1], *GATED, GATED_WIDE[1], *AFFINE]
+PIECES = [PLAIN[1], *ROTATED, WIDE[1], GATED_WIDE[1], *AFFINE]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("build", "N", "sub_segments"),
+    ("build", "N", "H", "sub_segments"),
     [
-        (GATED[1], 128, 1),
-        *((build, 180, 2) for build in PIECES),
-        *((build, 180, 1) for build in (*NARROW, WIDER[0])),
+        (GATED[1], 128, 2, 1),
+        *((build, 180, 2, 2) for build in GATED),
+        *((build, 180, 1, 2) for build in PIECES),
+        *((build, 180, 1, 1) for build in NARROW),
+        (WIDER[0], 100, 1, 1),
     ],
     ids=str,
 )
 def test_pieces_of_sequences(
-    build: Build, N: int, sub_segments: int, emulated, monkeypatch: pytest.MonkeyPatch
+    build: Build, N: int, H: int, sub_segments: int, emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards: a piece's own state, which comes with the states before segments, the last one short; the rest
     of a pass from what is given for it: all is what calls with and without that state give."""
@@ -513,19 +517,20 @@ def test_pieces_of_sequences(
     )
     monkeypatch.setattr(plan, "choose_sub_segments", lambda segments, chunks, slots: sub_segments)
     forms = dict.fromkeys(NARROW, adapted_backend) | {WIDER[0]: wide_backend}
-    check_piece(build, N, forms.get(build, backend))
+    check_piece(build, N, H, forms.get(build, backend))
 
 
 @pytest.mark.slow
-def test_a_piece_cut_in_two(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("build", GATED[1:], ids=str)
+def test_a_piece_cut_in_two(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: pieces with a gate that are no whole chunks, whose backward pass runs twice."""
-    emulated(GATED[1])
+    emulated(build)
     monkeypatch.setattr(backend, "BOUNDARY_INTERVAL", 64)
-    check_piece(GATED[1], 130, backend)
+    check_piece(build, 130, 1, backend)
 
 
-def check_piece(build: Build, N: int, form) -> None:
-    x, options = inputs(build, 1, N, 2), all_options(build, 1, N, 2) | {"form": form}
+def check_piece(build: Build, N: int, H: int, form) -> None:
+    x, options = inputs(build, 1, N, H), all_options(build, 1, N, H) | {"form": form}
     own: list[LinearAttentionState] = []
     found, expected = run(*x, **options, own=own), run(*x, **options)
     alone, last = run(*x, **options | {"initial": None}), run(*x, **options | {"dstate": None})
