@@ -233,7 +233,7 @@ def test_everything_at_once(build: Build, emulated) -> None:
 NARROW = [
     Build("sm_80", 20, BF16, decay="token", rope=16),
     Build("sm_90a", 96, FP16, decay="token", rope=32, weights="AFFINE"),
-    Build("sm_90a", 32, rope=8),
+    Build("sm_90a", 32, decay="head", rope=8),
 ]
 
 
@@ -250,7 +250,7 @@ def test_heads_padded_to_those_of_tensor_cores(build: Build, emulated) -> None:
 
 WIDER = [
     Build("sm_90a", 256, decay="token", rope=64),
-    Build("sm_80", 256, decay="token"),
+    Build("sm_80", 256, decay="head"),
     Build("sm_90a", 168, decay="token", rope=6, weights="AFFINE"),
     Build("sm_80", 130, decay="head", weights="PRODUCTS"),
 ]
