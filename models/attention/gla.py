@@ -1,6 +1,6 @@
 """`gla`: gated linear attention (Yang et al., arXiv 2312.06635, §4.4).
 
-    α_t = σ(x W_α¹ W_α² + b_α)^(1/τ)         low-rank gate: rank 16, τ = 16
+    α_t = σ(x W_α¹ W_α² + b_α)^(1/τ)         low-rank gate: rank 16, τ = gla_temperature (16)
     S_t = diag(α_t) S_{t−1} + k_tᵀ v_t        per head; over all heads d_k = gla_expand_k·d (d/2) and d_v = d
     y_t = (swish(x W_r + b_r) ⊙ LN(q_t S_t)) W_O
 
@@ -40,7 +40,6 @@ from lingpt.models.attention.base import (
 from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, apply_short_conv, identity_filter
 
 GATE_RANK = 16
-GATE_TEMPERATURE = 16.0
 
 
 class GLAAttention(Attention):
@@ -64,6 +63,14 @@ class GLAAttention(Attention):
                 most=64,
             ),
         ] = 0.5,
+        gla_temperature: Annotated[
+            float,
+            Option(
+                "decays of `gla` are σ(·)^(1 / this) (FLA's gate_logit_normalizer); larger forgets later",
+                above=0,
+                most=4096,
+            ),
+        ] = 16.0,
         gla_backend: Annotated[
             Literal["auto", "fla"],
             Option("what trains `gla`: `fla` are FLA's kernels, on a GPU; `auto` our own, or PyTorch's"),
@@ -75,7 +82,7 @@ class GLAAttention(Attention):
     ) -> None:
         super().__init__()
         self.gate_activation = GATE_ACTIVATIONS[gate_activation]
-        self.backend = gla_backend
+        self.backend, self.temperature = gla_backend, gla_temperature
         self.n_head, self.d_k, self.d_v = gla_n_head, int(gla_expand_k * config.n_embd), config.n_embd
         self.qkvr = nn.Linear(config.n_embd, 2 * self.d_k + 2 * self.d_v, bias=config.bias)
         self.conv = nn.Parameter(identity_filter(2 * self.d_k + self.d_v)) if short_conv else None
@@ -136,7 +143,7 @@ class GLAAttention(Attention):
         )
         if self.input_gate is not None:
             v = gate_values(v, self.input_gate(x_BNC))
-        log_gate = F.logsigmoid(self.gate_up(self.gate_down(x_BNC)).float()) / GATE_TEMPERATURE
+        log_gate = F.logsigmoid(self.gate_up(self.gate_down(x_BNC)).float()) / self.temperature
         log_gate = log_gate.unflatten(-1, (self.n_head, -1))
         if state is None:
             backend = self.backend if self.training else "auto"

@@ -287,7 +287,11 @@ def test_learnable_b_is_held_at_the_edge_and_can_return(small, tokens):
 
 @pytest.mark.parametrize(
     ("short_conv", "expand_k", "options"),
-    [(False, 0.5, {}), (True, 0.5, {}), (True, 1.0, {"gate_activation": "sigmoid", "input_gate": True})],
+    [
+        (False, 0.5, {}),
+        (True, 0.5, {}),
+        (True, 1.0, {"gate_activation": "sigmoid", "input_gate": True, "gla_temperature": 4.0}),
+    ],
 )
 def test_gla_is_its_recurrence(small, short_conv, expand_k, options):
     """§4.4 of the paper, token by token: S_t = diag(α_t) S_{t−1} + k_tᵀ v_t, o_t = q_t S_t, and options."""
@@ -304,7 +308,7 @@ def test_gla_is_its_recurrence(small, short_conv, expand_k, options):
         mixed = torch.stack([layer.conv[k] * earlier[:, k : k + N] for k in range(4)]).sum(0)
         qkv = mixed * torch.sigmoid(mixed)
     q, k, v = qkv.split((d_k, d_k, 64), dim=-1)
-    alpha = torch.sigmoid(layer.gate_up(layer.gate_down(x))) ** (1 / 16)
+    alpha = torch.sigmoid(layer.gate_up(layer.gate_down(x))) ** (1 / options.get("gla_temperature", 16))
     q, k, v, alpha = (t.view(2, N, H, -1) for t in (q, k, v, alpha))
     if options:
         v = v * 2 * torch.sigmoid(x @ layer.input_gate.weight.T)[..., None]
