@@ -72,10 +72,12 @@ class Config(Architecture):
             )
         self.shared_values_width = max(widths, default=None)
         gates = given.get("output_gate") or given.get("softmax_gate") or "gla" in layers
-        if given.get("gate_activation", "silu") != "silu" and not gates:
-            raise UserError(
-                "gate_activation=sigmoid needs output_gate, softmax_gate or gla, whose activation it is"
-            )
+        for part, default in (("activation", "silu"), ("norm", "layer")):
+            value = given.get(f"gate_{part}", default)
+            if value != default and not gates:
+                raise UserError(
+                    f"gate_{part}={value} needs output_gate, softmax_gate or gla, whose {part} it is"
+                )
 
     @property
     def attention_per_layer(self) -> list[str]:

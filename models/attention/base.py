@@ -156,6 +156,9 @@ GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] =
     "sigmoid": torch.sigmoid,
 }
 GATE_ACTIVATION = Option("the activation in `output_gate`, `softmax_gate` and the gate of `gla`")
+GateNorm = Literal["layer", "rms", "none"]
+GATE_NORMS: dict[GateNorm, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "none": nn.Identity}
+GATE_NORM = Option("the norm of each head's output in `output_gate`, `softmax_gate` and the gate of `gla`")
 INPUT_GATE = Option("scale each token's v in `ours*` and `gla`, by a number per head")
 VALUE_RESIDUAL = Option("mix into each layer's v a projection of the token embeddings that all layers share")
 
@@ -192,7 +195,7 @@ class QKVAttention(Attention):
     conv: nn.Parameter | None
     conv_silu: bool = False
     gate_proj: nn.Linear | None
-    norm: nn.LayerNorm | None
+    norm: nn.Module | None
     gate_activation: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self, config: Architecture, layer_idx: int) -> None:
@@ -201,12 +204,12 @@ class QKVAttention(Attention):
         self.qkv = nn.Linear(config.n_embd, sum(config.qkv_sizes), bias=config.bias or config.attn_bias)
         self.proj = nn.Linear(width, config.n_embd, bias=config.bias)
 
-    def add_output_gate(self, wanted: bool, activation: GateActivation) -> None:
+    def add_output_gate(self, wanted: bool, activation: GateActivation, norm: GateNorm) -> None:
         """Creates the parameters of the output gate, or sets them to None."""
         config, self.gate_activation = self.config, GATE_ACTIVATIONS[activation]
         width = config.qkv_sizes[0]
         self.gate_proj = nn.Linear(config.n_embd, width, bias=config.bias) if wanted else None
-        self.norm = nn.LayerNorm(config.head_size, eps=config.norm_eps) if wanted else None
+        self.norm = GATE_NORMS[norm](config.head_size, eps=config.norm_eps) if wanted else None
 
     def add_qk_norm(self, wanted: bool) -> None:
         """Creates the norms of q and k, or sets them to None."""
@@ -245,7 +248,7 @@ class QKVAttention(Attention):
         """The layer's output `[B, N, C]` from the heads' outputs o and the layer's input x: `W_O o`.
 
         With an output gate, as in GLA (arXiv 2312.06635), `W_O (silu(x W_r) ⊙ LayerNorm_head(o))`, or with a
-        sigmoid instead of the SiLU.
+        sigmoid instead of the SiLU, and an RMSNorm or nothing instead of the LayerNorm.
         """
         if self.gate_proj is None or self.norm is None:
             return self.proj(o_BNHD.flatten(2))

@@ -7,7 +7,7 @@
 No rotary embeddings, as in the paper. One projection, `qkvr`, gives q, k, v and r, with Pythia's biases.
 With `short_conv` a causal convolution of width 4 and a SiLU are applied to q, k and v, as in FLA's layer;
 without the SiLU GLA does not learn to recall (docs/results/gate/learning). `gate_activation` (of swish),
-`input_gate` and `value_residual` are those of ours.py.
+`gate_norm` (of LN), `input_gate` and `value_residual` are those of ours.py.
 """
 
 from typing import Annotated, Any, Literal
@@ -29,10 +29,13 @@ from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import (
     GATE_ACTIVATION,
     GATE_ACTIVATIONS,
+    GATE_NORM,
+    GATE_NORMS,
     INPUT_GATE,
     VALUE_RESIDUAL,
     Attention,
     GateActivation,
+    GateNorm,
     RecurrentState,
     gate_values,
     mix_values,
@@ -77,6 +80,7 @@ class GLAAttention(Attention):
         ] = "auto",
         short_conv: Annotated[bool, SHORT_CONV] = False,
         gate_activation: Annotated[GateActivation, GATE_ACTIVATION] = "silu",
+        gate_norm: Annotated[GateNorm, GATE_NORM] = "layer",
         input_gate: Annotated[bool, INPUT_GATE] = False,
         value_residual: Annotated[bool, VALUE_RESIDUAL] = False,
     ) -> None:
@@ -90,7 +94,7 @@ class GLAAttention(Attention):
         self.gate_up = nn.Linear(GATE_RANK, self.d_k, bias=True)
         self.input_gate = nn.Linear(config.n_embd, gla_n_head, bias=False) if input_gate else None
         self.value_mix = nn.Parameter(torch.zeros(gla_n_head)) if value_residual else None
-        self.norm = nn.LayerNorm(self.d_v // self.n_head, eps=config.norm_eps)
+        self.norm = GATE_NORMS[gate_norm](self.d_v // self.n_head, eps=config.norm_eps)
         self.proj = nn.Linear(self.d_v, config.n_embd, bias=config.bias)
 
     @classmethod

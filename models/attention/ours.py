@@ -10,6 +10,7 @@ Its options are not in the paper; `ours-decay` and `ours-gated` have them too:
     learnable_b     b per head is learned; without the normaliser also a
     output_gate     y = W_O (silu(x W_r) ⊙ LayerNorm_head(o)), as in GLA (base.py)
     gate_activation sigmoid instead of that SiLU (Kimi Linear, arXiv 2510.26692)
+    gate_norm       RMSNorm instead of that LayerNorm, as in FLA's layers, or none
     normalize       false (only with output_gate, and its default then): o_i = Σ_{j≤i} (a + b q̂_i·k̂_j) v_j.
                     LayerNorm removes any factor per token, such as the normaliser; a and b may then have any
                     size and sign. It learns as well (docs/results/gate/learning)
@@ -43,9 +44,11 @@ from lingpt.kernels.linear_attention.operator import choose
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import (
     GATE_ACTIVATION,
+    GATE_NORM,
     INPUT_GATE,
     VALUE_RESIDUAL,
     GateActivation,
+    GateNorm,
     QKVAttention,
     RecurrentState,
     gate_values,
@@ -79,6 +82,7 @@ class OursAttention(QKVAttention):
         ] = False,
         output_gate: Annotated[bool, Option("a gate and a norm on the output of `ours*`, as in GLA")] = False,
         gate_activation: Annotated[GateActivation, GATE_ACTIVATION] = "silu",
+        gate_norm: Annotated[GateNorm, GATE_NORM] = "layer",
         normalize: Annotated[
             bool | None,
             Option(
@@ -104,7 +108,7 @@ class OursAttention(QKVAttention):
         ] = "auto",
     ) -> None:
         super().__init__(config, layer_idx)
-        self.normalize = normalize = self.normalizes(normalize, output_gate)
+        self.normalize = normalize = self.normalizes(normalize, output_gate, gate_norm)
         self.constant, self.conv_silu, self.backend = constant, conv_silu, backend
         free_a = learnable_b and constant and not normalize
         self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
@@ -112,15 +116,15 @@ class OursAttention(QKVAttention):
         self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if short_conv else None  # [4, W]
         self.input_gate = nn.Linear(config.n_embd, config.n_head, bias=False) if input_gate else None
         self.add_value_residual(value_residual)
-        self.add_output_gate(output_gate, gate_activation)
+        self.add_output_gate(output_gate, gate_activation, gate_norm)
         self.add_qk_norm(config.norm_qk)
         self.register_buffer("log_decay", None, persistent=False)
         self.reset_buffers(torch.get_default_device())
 
     @staticmethod
-    def normalizes(normalize: bool | None, output_gate: bool) -> bool:
+    def normalizes(normalize: bool | None, output_gate: bool, gate_norm: GateNorm) -> bool:
         """Whether to normalise: the option `normalize`, or its default."""
-        return not output_gate if normalize is None else normalize
+        return not (output_gate and gate_norm != "none") if normalize is None else normalize
 
     @classmethod
     def check(
@@ -129,6 +133,7 @@ class OursAttention(QKVAttention):
         *,
         normalize: bool | None,
         output_gate: bool,
+        gate_norm: GateNorm,
         short_conv: bool,
         conv_silu: bool,
         constant: bool,
@@ -136,14 +141,15 @@ class OursAttention(QKVAttention):
     ) -> None:
         if conv_silu and not short_conv:
             raise UserError("conv_silu=True needs short_conv=True, behind which the SiLU stands")
-        normalizes = cls.normalizes(normalize, output_gate)
+        normalizes = cls.normalizes(normalize, output_gate, gate_norm)
         if normalizes and not constant:
             raise UserError(
                 "constant=False needs output_gate=True without the normaliser: a sum of signed q̂·k̂ may be 0"
             )
-        if not normalizes and not output_gate:
+        if not normalizes and not (output_gate and gate_norm != "none"):
             raise UserError(
-                "normalize=False needs output_gate=True: the output must be normalised by one of them"
+                "normalize=False needs output_gate=True and its norm: the output must be normalised by one "
+                "of them"
             )
 
     @classmethod
@@ -157,7 +163,7 @@ class OursAttention(QKVAttention):
             cos=rope,
             sin=rope,
             token_log_decay=torch.empty(1, 1, config.n_head, device=device) if cls.token_decay else None,
-            normalize=cls.normalizes(options["normalize"], options["output_gate"]),
+            normalize=cls.normalizes(options["normalize"], options["output_gate"], options["gate_norm"]),
             backend=options["backend"],
         )
         try:

@@ -28,7 +28,14 @@ from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import first_tokens
 from lingpt.kernels.sdpa import causal_mask, packed_attention, sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.architecture import Architecture
-from lingpt.models.attention.base import GATE_ACTIVATION, VALUE_RESIDUAL, GateActivation, QKVAttention
+from lingpt.models.attention.base import (
+    GATE_ACTIVATION,
+    GATE_NORM,
+    VALUE_RESIDUAL,
+    GateActivation,
+    GateNorm,
+    QKVAttention,
+)
 from lingpt.models.attention.short_conv import WIDTH, ConvState, identity_filter
 
 SDPA = {
@@ -146,6 +153,7 @@ class SoftmaxAttention(QKVAttention):
             bool, Option("a gate and a norm on the output of `softmax`, as `output_gate`")
         ] = False,
         gate_activation: Annotated[GateActivation, GATE_ACTIVATION] = "silu",
+        gate_norm: Annotated[GateNorm, GATE_NORM] = "layer",
         softmax_qk_norm: Annotated[bool, Option("RMS norms with a gain on q and k of `softmax`")] = False,
         softmax_window: Annotated[
             int | None,
@@ -161,7 +169,7 @@ class SoftmaxAttention(QKVAttention):
         )
         self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if softmax_conv else None  # [4, W]
         self.add_value_residual(value_residual)
-        self.add_output_gate(softmax_gate, gate_activation)
+        self.add_output_gate(softmax_gate, gate_activation, gate_norm)
         self.add_qk_norm(softmax_qk_norm or config.norm_qk)
 
     @classmethod

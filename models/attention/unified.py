@@ -166,7 +166,7 @@ class UnifiedAttention(QKVAttention):
             # As a vector it has no weight decay.
             self.decay_bias = nn.Parameter(torch.empty(bias.numel()).copy_(bias.flatten()))
         self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if short_conv else None
-        self.add_output_gate(self.form.normalise != "sum", "silu")
+        self.add_output_gate(self.form.normalise != "sum", "silu", "layer")
         self.add_qk_norm(config.norm_qk)
         self.register_buffer("log_decay", None, persistent=False)
         self.reset_buffers(torch.get_default_device())

@@ -330,12 +330,16 @@ def test_gla_by_fla_s_kernels_is_scored_without_them(small, tokens):
 
 
 @pytest.mark.parametrize(
-    ("activation", "qk_norm", "window"), [("silu", False, None), ("sigmoid", True, 7), ("silu", False, 99)]
+    ("activation", "norm", "qk_norm", "window"),
+    [("silu", "layer", False, None), ("sigmoid", "rms", True, 7), ("silu", "none", False, 99)],
 )
-def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small, activation, qk_norm, window):
+def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(
+    small, activation, norm, qk_norm, window
+):
     """`ours*`'s options around softmax: W_O (silu(x W_r) ⊙ LayerNorm_head(softmax(q·k / √D) v)); the gate may
-    be a sigmoid, q and k may have an RMS norm each, and i − j be less than a window."""
-    options = {"gate_activation": activation, "softmax_qk_norm": qk_norm, "softmax_window": window}
+    be a sigmoid, its norm RMS or none, q and k may have an RMS norm each, and i − j be less than a window."""
+    options = {"gate_activation": activation, "gate_norm": norm}
+    options |= {"softmax_qk_norm": qk_norm, "softmax_window": window}
     model = small("softmax", softmax_conv=True, softmax_gate=True, **options).double()
     layer, N = model.transformer.h[0].attn, 23
     generator = torch.Generator().manual_seed(2)
@@ -358,7 +362,11 @@ def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small, act
     o = (scores.softmax(-1) @ v).transpose(1, 2)
     r = layer.gate_proj(x)
     r = torch.sigmoid(r) * (r if activation == "silu" else 1)
-    o = r * torch.nn.functional.layer_norm(o, (16,), layer.norm.weight, layer.norm.bias).flatten(2)
+    if norm != "none":
+        centred = o - o.mean(-1, keepdim=True) if norm == "layer" else o
+        o = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.norm.weight
+        o = o + layer.norm.bias if norm == "layer" else o
+    o = r * o.flatten(2)
     torch.testing.assert_close(layer(x, cos, sin), layer.proj(o), rtol=1e-5, atol=1e-6)
 
 

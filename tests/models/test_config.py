@@ -73,6 +73,11 @@ def test_config_survives_json():
         ({"attention": "ours+softmax"}, r"a hybrid is ours\+softmax_every=6, or a list"),
         ({"attention": "hybird"}, "did you mean 'hybrid'"),
         ({"attention": "softmax+gate_activation=sigmoid"}, "needs output_gate, softmax_gate or gla"),
+        ({"attention": "ours+gate_norm=rms"}, "gate_norm=rms needs output_gate, softmax_gate or gla"),
+        (
+            {"attention": "ours+output_gate+gate_norm=none+normalize=false"},
+            "needs output_gate=True and its norm",
+        ),
         (
             {"attention": "hybrid+softmax_every=8"},
             "softmax_every=8 makes no hybrid of ours-gated in 4 layers",
@@ -197,7 +202,7 @@ def test_an_option_that_contradicts_the_attention_is_refused_wherever_it_stands(
         (
             "softmax",
             {"output_gate": True},
-            "output_gate is not an option of softmax, which has gate_activation, sdpa,",
+            "output_gate is not an option of softmax, which has gate_activation, gate_norm,",
         ),
         ("ours-gated", {"sdpa": "flash"}, "sdpa is not an option of ours-gated"),
         (["ours", "softmax"] * 2, {"gla_expand_k": 1.0}, "gla_expand_k is not an option of"),
