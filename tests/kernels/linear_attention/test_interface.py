@@ -1,5 +1,6 @@
 """The operator as PyTorch and users meet it: library, compiler, FLOPs, precision, dispatch, errors."""
 
+import itertools
 import warnings
 
 import pytest
@@ -94,14 +95,12 @@ def test_opcheck_with_a_decay_of_each_token_s_own():
 
 
 @pytest.mark.parametrize(
-    ("compiler", "backend"),
+    ("compiler", "backend", "with_state"),
     [
-        ("aot_eager", "auto"),
-        ("aot_eager", "chunkwise"),
-        pytest.param("inductor", "auto", marks=pytest.mark.slow),
+        *itertools.product(["aot_eager"], ["auto", "chunkwise"], [False, True]),
+        pytest.param("inductor", "auto", True, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("with_state", [False, True])
 def test_compiles_into_one_graph_with_equal_results(compiler, backend, with_state):
     def block(qkv, cos, sin, b, *parts):
         initial = LinearAttentionState(*parts) if parts else None
