@@ -69,7 +69,7 @@ class GLAAttention(Attention):
         gla_temperature: Annotated[
             float,
             Option(
-                "decays of `gla` are σ(·)^(1 / this) (FLA's gate_logit_normalizer); larger forgets later",
+                "τ of `gla`'s decays σ(·)^(1/τ) (FLA's gate_logit_normalizer); larger forgets more slowly",
                 above=0,
                 most=4096,
             ),

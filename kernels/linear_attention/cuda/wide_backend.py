@@ -192,7 +192,8 @@ def _whole(call: Call, found: list[InputGradients]) -> InputGradients:
 def _split(
     state: LinearAttentionState | None, *, gradient: bool = False
 ) -> tuple[LinearAttentionState | None, ...]:
-    """The states of both calls. What several heads have is the same in all; its gradient is the first's."""
+    """The states of both calls. Parts that several heads share are copied to each; gradients of such parts
+    go to the first head alone, as those of all heads are added."""
     if state is None:
         return None, None
     S, z, c, n = state

@@ -339,7 +339,7 @@ def test_a_gate_that_is_nan_is_no_reset(build: Build, emulated) -> None:
 
 
 def unrotated(build: Build, N: int) -> dict[str, torch.Tensor]:
-    """Angles of 0: the same bits as without RoPE, by a build that other tests have compiled."""
+    """RoPE by angles of 0, for a build that has RoPE: its results are those without."""
     return {"cos": torch.ones(N, build.rope), "sin": torch.zeros(N, build.rope)} if build.rope else {}
 
 
