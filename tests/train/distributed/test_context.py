@@ -75,13 +75,14 @@ def check_operators(context: Context) -> None:
 
 
 def perturbed(form: str) -> GPT:
+    """In float64, as some gradients are small sums of large terms; gates and offsets are rounded to fp32."""
     sizes = {"n_layer": 4, "n_query_groups": 1} if form.startswith("hybrid") else {"n_layer": 2}
     model = GPT.create(ModelArgs("demo", form, n_embd=32, n_head=2, vocab_size=64, **sizes).config(), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():  # also what starts at zero
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return model.double()
 
 
 def sequences(groups: int) -> torch.Tensor:
@@ -114,12 +115,12 @@ def check_model(form: str, context: Context, first: int, expected: list[torch.Te
         model.recompute_blocks = not packed
         together = loss_and_gradients(model, [own], bool(packed))
         dist.all_reduce(together)  # once, as each takes longer than the model
-        torch.testing.assert_close(together[0], whole[0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(together[0], whole[0], rtol=1e-9, atol=0)
         sizes = [1, *(parameter.numel() for parameter in model.parameters())]
         parts = zip(together.split(sizes)[1:], whole.split(sizes)[1:], strict=True)
         for (name, _), (found, gradient) in zip(model.named_parameters(), parts, strict=True):
             error = (found - gradient).norm() / gradient.norm().clamp(min=1e-3)
-            assert error < 2e-5, (form, name, context.size, error)
+            assert error < 2e-7, (form, name, context.size, error)
 
 
 def check_rank(rank: int) -> None:
