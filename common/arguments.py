@@ -160,7 +160,7 @@ def help_text(
         sections.setdefault(heading or "options", []).append(_entry(name, _about(declared)))
     if RARE in sections:
         sections[RARE] = sections.pop(RARE)
-    lines = [f"usage: lingpt {verb}{places} [--option value …]", "", about]
+    lines = [f"usage: lingpt {verb}{places} [--option value …]", "", _filled(" ".join(about.split()))]
     for heading, entries in sections.items():
         lines += ["", f"{heading}:", *entries]
     return "\n".join(lines)
@@ -182,9 +182,10 @@ def _about(declared: Declared) -> str:
 
 
 def _entry(name: str, text: str) -> str:
-    width = min(shutil.get_terminal_size().columns, 110)
-    indent = " " * 28
-    filled = textwrap.fill(
-        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-    )
+    filled = _filled(text, " " * 28)
     return f"  {name:<25} {filled.lstrip()}" if len(name) <= 25 else f"  {name}\n{filled}"
+
+
+def _filled(text: str, indent: str = "") -> str:
+    width = min(shutil.get_terminal_size().columns, 110)
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

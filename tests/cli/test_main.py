@@ -74,10 +74,13 @@ def test_help_lists_the_verbs_without_pytorch():
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
-def test_every_verb_has_its_help(verb, capsys):
-    """Guards: a verb without help, an option's notes in two brackets."""
+def test_every_verb_has_its_help(verb, capsys, monkeypatch):
+    """Guards: a verb without help, lines wider than the terminal, an option's notes in two brackets."""
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([*verb.split(), "--help"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    out = " ".join(out.split())
     assert f"lingpt {verb}" in out and not re.search(r"\(default: [^()]*\) \(", out)
 
 
