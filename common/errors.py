@@ -71,10 +71,19 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:limit]
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the known word nearest to `word`; empty if none is near."""
-    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+def nearest(word: str, known: Collection[str]) -> str:
+    """` (did you mean 'x'?)` for the known word nearest to `word`; empty if none is near.
+
+    A group that they share (`train.`) makes them no nearer.
+    """
+    word = str(word)
+    group = word[: word.rfind(".") + 1]
+    own = {name.removeprefix(group): name for name in known if name.startswith(group)}
+    others = {name: name for name in known if not name.startswith(group)}
+    for asked, names in ((word.removeprefix(group), own), (word, others)):
+        if match := difflib.get_close_matches(asked, names, n=1, cutoff=0.5):
+            return f" (did you mean {names[match[0]]!r}?)"
+    return ""
 
 
 def unknown(kind: str, name: str, known: Collection[str]) -> UserError:

@@ -135,6 +135,7 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["trian"], "unknown verb 'trian' (did you mean 'train'?)"),
         (["train", "--config", "demmo"], "no recipe 'demmo' (did you mean 'demo'?)"),
         (["train", "--config", "tiny.yaml", "--train.max_stepz", "3"], "did you mean 'train.max_steps'?"),
+        (["train", "--train.lr", "1"], "unknown key 'train.lr'; "),  # no 'train.z_loss'
         (["train", "--model.z_loss", "1"], "unknown key 'model.z_loss' (did you mean 'train.z_loss'?)"),
         (["train", "--profile"], "unknown key 'profile' (did you mean 'train.profile'?)"),
         (["train", "--train.seed"], "--train.seed needs a value: a whole number from 0 to 4,294,967,295"),
