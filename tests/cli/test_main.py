@@ -125,7 +125,7 @@ def test_trains_draws_and_goes_on(project, capsys):
     Path("longer.yaml").write_text("train: {max_steps: 5}")
     files = ["--config", "tiny.yaml", "--train.max_steps", "6", "--config=longer.yaml"]
     assert main(["train", *files]) == 0
-    assert "step-00000004, step 4 of 6" in capsys.readouterr().out
+    assert "step-00000004, step 4 of 6 (1.02 k tokens, " in capsys.readouterr().out
     assert read_metrics(run)[-1]["step"] == 6
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import remove_partial, set_aside, write_errors, write_text
-from lingpt.common.format import duration
+from lingpt.common.format import duration, scaled_count
 from lingpt.common.run_folder import (
     ABANDONED,
     CONFIG,
@@ -104,7 +104,7 @@ def _resume(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
     _abandon_newer(recipe.run_folder, manifest["step"])
     print_rank0(
         f"resume: {checkpoint}, step {manifest['step']} of {recipe.total_steps} "
-        f"({manifest['tokens'] / 1e6:.1f} M tokens, {duration(manifest['train_time'])} of training)"
+        f"({scaled_count(manifest['tokens'])} tokens, {duration(manifest['train_time'])} of training)"
     )
     for key, means in CHANGES.items():
         was, now = (with_defaults(config)[key] for config in (manifest["config"], recipe.to_dict()))
