@@ -53,6 +53,7 @@ def run(options: Options) -> None:
 def model_card(model: "GPT", source: Path) -> str:
     """The README.md of an exported model, with the recipe, data, and scores of its run if it has one."""
     import json
+    import re
     from importlib.metadata import version
 
     import yaml
@@ -76,9 +77,10 @@ def model_card(model: "GPT", source: Path) -> str:
     if manifest is not None and (run / CONFIG).is_file():
         step = manifest.get("step", 0)
         data = read_environment(run, "data")
+        recipe = re.sub(r"(?m)^ +\w+: null\n", "", yaml.safe_dump(read_config(run), sort_keys=False))
         lines += [
             f"Step {step:,} of a run on {data.get('source', 'unknown text')}, {manifest.get('tokens', 0):,} "
-            f"tokens. Its recipe:\n\n```yaml\n{yaml.safe_dump(read_config(run), sort_keys=False)}```"
+            f"tokens. Its recipe:\n\n```yaml\n{recipe}```"
         ]
         if (scores := scores_file(run, step)).is_file():
             found = json.dumps(read_json_object(scores).get("scores"), indent=1)

@@ -105,6 +105,7 @@ def test_trains_draws_and_goes_on(project, capsys):
     card = Path("hf/README.md").read_text()
     capsys.readouterr()
     assert "Step 4 of a run on" in card and "import lingpt.hf" in card and "attention: ours" in card
+    assert ": null" not in card
     for model in (str(run), "exported", "hf"):  # the run's newest checkpoint, and folders of its own
         assert (
             main(["generate", model, "--prompt", "number 7", "--max_new_tokens", "8", "--device", "cpu"]) == 0
