@@ -92,8 +92,7 @@ def find_study(name: str) -> Path:
     known, path = studies(), Path(name)
     if not path.is_file() and name in known:
         path = STUDIES / f"{name}.yaml"
-    values = read_yaml(path) if path.is_file() else None
-    if not isinstance(values, dict) or "attentions" not in values:
+    if not path.is_file():
         raise UserError(f"no study {name!r}{nearest(name, known)}; a file, or one of {', '.join(known)}")
     return path
 

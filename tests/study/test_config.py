@@ -139,8 +139,8 @@ def test_a_study_that_is_no_study(tmp_path):
         read_study(tmp_path / "study-x.yaml")
     for text in ("5", "attentions", "- attentions"):
         (tmp_path / "study-x.yaml").write_text(text)
-        with pytest.raises(UserError, match="no study"):
-            find_study(str(tmp_path / "study-x.yaml"))
+        with pytest.raises(UserError, match="is not a study"):
+            read_study(find_study(str(tmp_path / "study-x.yaml")))
     assert json.dumps(asdict(read_study(find_study("demo"))))
 
 
