@@ -25,7 +25,7 @@ class Options(RowOptions):
         "most tokens of a micro-batch (default: what the memory estimate allows)",
         least=1, most=10**9)] = None
     rounds: Annotated[int, Option("how often each attention is timed at a shape", least=1, most=10**6)] = 2
-    accelerator: Annotated[Literal["auto", "cpu", "cuda"], Option("kind of device")] = "auto"
+    accelerator: Annotated[Literal["auto", "cpu", "cuda"], Option("kind of device")] = "cuda"
     budget: Annotated[float, BUDGET] = 1500.0
     out: Annotated[str, OUT] = "runs/bench/training"
     # fmt: on

@@ -251,7 +251,9 @@ def test_a_length_that_does_not_fit_is_recomputed():
     assert "At N = 2,048 blocks are recomputed (activation checkpointing), as one sequence" in results.table()
 
 
-def test_shapes_and_mistakes(tmp_path: Path, capsys):
+def test_shapes_and_mistakes(tmp_path: Path, capsys, monkeypatch):
+    """Guards, beside mistakes: all of a CPU's memory taken where a GPU was expected."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     sizes = ("pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b")
     shapes = choose_shapes((), (), 131072)
     assert shapes[:4] == [Shape(size, 8192) for size in sizes] and len(shapes) == 4 + 2 * 6
@@ -277,6 +279,7 @@ def test_shapes_and_mistakes(tmp_path: Path, capsys):
         (["--rounds", "0"], "rounds is 0; it must be"),
         (["--budget", "-1"], "budget is -1; it must be"),
         (["--accelerator", "gpu"], "accelerator is gpu; it must be one of auto, cpu, cuda"),
+        ([], "accelerator cuda, but PyTorch finds no CUDA device: use cpu or auto"),
     ):
         assert main(["bench", "train", *options]) == 2
         assert line in capsys.readouterr().err

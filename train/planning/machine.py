@@ -53,7 +53,7 @@ def choose_machine(config: TrainConfig) -> Machine:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     accelerator = ("cuda" if gpus else "cpu") if config.accelerator == "auto" else config.accelerator
     if accelerator == "cuda" and not gpus:
-        raise UserError("--train.accelerator cuda, but PyTorch finds no CUDA device: use cpu or auto")
+        raise UserError("accelerator cuda, but PyTorch finds no CUDA device: use cpu or auto")
     devices, num_nodes = _processes(config, gpus if accelerator == "cuda" else 1)
     if devices < 1:
         raise UserError(f"--train.devices is {devices}; it must be at least 1")
