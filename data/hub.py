@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,8 +66,11 @@ def _unreachable(what: str, why: str, fix: str) -> str:
 
 
 def hub_reason(error: Exception) -> str:
-    """Why the hub did not answer, in one line; the final error of huggingface_hub 1.3 may not say it."""
-    reason = first_line(error)
+    """Why the hub did not answer, in one line; the final error of huggingface_hub 1.3 may not say it.
+
+    It leaves out what `datasets` asked for, so that several data sets have one reason.
+    """
+    reason = re.sub(r"Couldn't reach '.*' on the Hub \((.*)\)", r"\1", first_line(error))
     return "no network" if "the client has been closed" in reason else reason
 
 

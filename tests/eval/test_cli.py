@@ -159,8 +159,8 @@ def test_no_network_and_no_data(runs, capsys, monkeypatch):
     """The hub out of reach: what failed, and EVAL_DATA as the way out."""
     import datasets
 
-    def offline(*args, **kwargs):
-        raise ConnectionError("no route to host\nand a long story")
+    def offline(path, *args, **kwargs):
+        raise ConnectionError(f"Couldn't reach '{path}' on the Hub (OfflineModeIsEnabled)\nand a long story")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     assert main(["eval", "--tasks", "piqa", "arc_easy", "--device", "cpu"]) == 2
