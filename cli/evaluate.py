@@ -78,7 +78,7 @@ def run(options: Options) -> None:
     data, texts = benchmark_folder(options.data), parse_texts(options.texts)
     tasks = benchmark_tasks(options.suite, options.tasks, data)
     if options.limit and (whole := measures_of(options.suite)):
-        print(f"--limit is of benchmarks, and measured whole: {', '.join(whole)}", file=sys.stderr)
+        print(f"--limit is for benchmarks only; measured whole: {', '.join(whole)}", file=sys.stderr)
     unread, unscored = list[str](), list[tuple[str, str]]()  # of runs, and of scores with their reasons
     done, paths = list["Result"](), list[Path]()
     for checkpoint in find_checkpoints(options.runs_dir, options.model, options.runs, unread.append):

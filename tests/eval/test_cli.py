@@ -95,7 +95,7 @@ def test_suites_and_files(runs, eval_data, tmp_path, capsys):
 def test_a_limit_of_what_is_measured_whole_is_told(runs, capsys):
     """Guards: `--limit`, silently unused by needles and texts."""
     words = ["eval", "--runs", str(runs / "demo-ours"), "--device", "cpu", "--max_length_factor", "1"]
-    said = "--limit is of benchmarks, and measured whole: needle\n"
+    said = "--limit is for benchmarks only; measured whole: needle\n"
     main([*words, "--suite", "needle", "--limit", "2"])
     assert capsys.readouterr().err.startswith(said)
     main([*words, "--suite", "needle"])
