@@ -122,7 +122,8 @@ def _show(options: Options, results: "list[Result]") -> None:
     from lingpt.eval.table2 import save_table2, table2_tables
 
     tables = table2_tables(results) if "table2" in options.suite else []
-    print("\n" + score_table(results).text(options.markdown))
+    if (listed := score_table(results)).rows:
+        print("\n" + listed.text(options.markdown))
     for table in [*tables, *suite_tables(results, options.suite)]:
         print(f"\n{table.title}\n\n{table.text(options.markdown)}")
     if options.save:

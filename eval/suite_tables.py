@@ -82,13 +82,14 @@ def save_suites(results: Sequence[Result], folder: Path, suites: Sequence[str] =
 
 
 def score_table(results: Sequence[Result]) -> Table:
-    """Every score of every checkpoint."""
+    """Every accuracy and perplexity of every checkpoint."""
     rows = []
     for result in sorted(results, key=lambda result: attention_label(result.checkpoint.attention)):
         for key, score in result.scores.items():
             shares = [score.percent(metric) for metric in ("acc", "acc_norm", "contains")]
-            cells = [*shares, perplexity(score), str(score.documents)]
-            rows.append([result.checkpoint.form, run_name(result), key, *cells])
+            cells = [*shares, perplexity(score)]
+            if any(cell != DASH for cell in cells):
+                rows.append([result.checkpoint.form, run_name(result), key, *cells, str(score.documents)])
     head = ["Attention", "Run", "Task", "acc", "acc_norm", "contains", "perplexity", "Documents"]
     return Table("", head, rows)
 
