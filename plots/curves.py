@@ -116,6 +116,9 @@ def read_curve(run_folder: str | Path, form_of: Form = without_options, val: str
     train, validated = (np.array(sorted(rows.values())).reshape(-1, 4) for rows in points.values())
     skips = np.array(skipped, dtype=float).reshape(-1, 2)
     config = read_config(folder) if (folder / CONFIG).exists() else {}
+    settings = config.get("train")
+    if isinstance(settings, dict) and settings.get("teacher") and len(validated):
+        train = train[:0]  # distances to the teacher, not losses of the next token
     name, form = attention_label(attention), form_of(attention, config.get("model", {}))
     data, hardware = read_environment(folder, "data"), read_environment(folder, "hardware")
     fingerprint = str(data.get("fingerprint", ""))

@@ -249,6 +249,12 @@ def test_forms_of_one_attention_have_their_options_as_labels(tmp_path):
     assert find_curve([curves[1]], "ours-gated") == 0  # its attention names it, too
 
 
+def test_a_student_is_drawn_by_its_validation(tmp_path):
+    """Guards: the distance to a teacher, near 0, drawn as a loss of the next token."""
+    run = write_run(tmp_path / "a", "ours", 1.0, {10: 4.0, 20: 3.0}, train={"teacher": "runs/b"})
+    assert not len(read_curve(run).train) and read_curve(run).val[:, 2].tolist() == [4.0, 3.0]
+
+
 def test_a_step_that_is_there_twice_counts_once(tmp_path):
     """Guards: seeds of different lengths, and a traceback, where a line had been written twice."""
     a = write_run(tmp_path / "a", "ours", 1.0, {2: 4.0, 4: 3.0})
