@@ -183,7 +183,7 @@ class GLA(AttentionLayer):
         hidden_size: width of the input and the output.
         num_heads: each with hidden_size / num_heads dimensions of v, and expand_k times as many of q and k.
         bias: of the projections.
-        options: `short_conv`, `gate_activation`, `gate_norm`, `gla_temperature`, `input_gate`.
+        options: `short_conv`, `gate_activation`, `gate_norm`, `gla_temperature`, `gla_unit_qk`, `input_gate`.
     """
 
     attention = "gla"

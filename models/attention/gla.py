@@ -6,8 +6,9 @@
 
 No rotary embeddings, as in the paper. One projection, `qkvr`, gives q, k, v and r, with Pythia's biases.
 With `short_conv` a causal convolution of width 4 and a SiLU are applied to q, k and v, as in FLA's layer;
-without the SiLU GLA does not learn to recall (docs/results/gate/learning). `gate_activation` (of swish),
-`gate_norm` (of LN), `input_gate` and `value_residual` are those of ours.py.
+without the SiLU GLA does not learn to recall (docs/results/gate/learning). `gla_unit_qk` divides each head's
+q and k by their lengths, as in Gated DeltaNet (arXiv 2412.06464). `gate_activation` (of swish), `gate_norm`
+(of LN), `input_gate` and `value_residual` are those of ours.py.
 """
 
 from typing import Annotated, Any, Literal
@@ -74,6 +75,7 @@ class GLAAttention(Attention):
                 most=4096,
             ),
         ] = 16.0,
+        gla_unit_qk: Annotated[bool, Option("q and k of unit length in `gla`, as in `ours*`")] = False,
         gla_backend: Annotated[
             Literal["auto", "fla"],
             Option("what trains `gla`: `fla` are FLA's kernels, on a GPU; `auto` our own, or PyTorch's"),
@@ -86,7 +88,7 @@ class GLAAttention(Attention):
     ) -> None:
         super().__init__()
         self.gate_activation = GATE_ACTIVATIONS[gate_activation]
-        self.backend, self.temperature = gla_backend, gla_temperature
+        self.backend, self.temperature, self.unit_qk = gla_backend, gla_temperature, gla_unit_qk
         self.n_head, self.d_k, self.d_v = gla_n_head, int(gla_expand_k * config.n_embd), config.n_embd
         self.qkvr = nn.Linear(config.n_embd, 2 * self.d_k + 2 * self.d_v, bias=config.bias)
         self.conv = nn.Parameter(identity_filter(2 * self.d_k + self.d_v)) if short_conv else None
@@ -145,6 +147,8 @@ class GLAAttention(Attention):
         q, k, v = (  # [B, N, H, d_k/H or d_v/H]
             t.unflatten(-1, (self.n_head, -1)) for t in qkv.split((self.d_k, self.d_k, self.d_v), dim=-1)
         )
+        if self.unit_qk:
+            q, k = (F.normalize(t.float(), dim=-1).to(v.dtype) for t in (q, k))
         if self.input_gate is not None:
             v = gate_values(v, self.input_gate(x_BNC))
         log_gate = F.logsigmoid(self.gate_up(self.gate_down(x_BNC)).float()) / self.temperature
@@ -171,6 +175,8 @@ class GLAAttention(Attention):
         saved = 2 * (self.d_k + self.d_v) + 4 * self.d_k + states + 3 * self.d_v
         if self.conv is not None:
             saved += 2 * self.d_k + self.d_v  # the convolution's input
+        if self.unit_qk:
+            saved += 2 * self.d_k + 4 * self.n_head  # q and k before it, and their lengths in fp32
         if self.input_gate is not None:
             saved += 2 * self.d_v + self.n_head  # v before it, with and without the SiLU, and the gate
         if self.value_mix is not None and self.gate_activation is F.silu:  # a sigmoid needs no qkvr besides

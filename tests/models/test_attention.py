@@ -285,12 +285,15 @@ def test_learnable_b_is_held_at_the_edge_and_can_return(small, tokens):
     assert torch.equal(layers[0].b(), -torch.ones(4))
 
 
+GLA_OPTIONS = {"gate_activation": "sigmoid", "input_gate": True, "gla_temperature": 4.0, "gla_unit_qk": True}
+
+
 @pytest.mark.parametrize(
     ("short_conv", "expand_k", "options"),
     [
         (False, 0.5, {}),
         (True, 0.5, {}),
-        (True, 1.0, {"gate_activation": "sigmoid", "input_gate": True, "gla_temperature": 4.0}),
+        (True, 1.0, GLA_OPTIONS),
     ],
 )
 def test_gla_is_its_recurrence(small, short_conv, expand_k, options):
@@ -311,6 +314,7 @@ def test_gla_is_its_recurrence(small, short_conv, expand_k, options):
     alpha = torch.sigmoid(layer.gate_up(layer.gate_down(x))) ** (1 / options.get("gla_temperature", 16))
     q, k, v, alpha = (t.view(2, N, H, -1) for t in (q, k, v, alpha))
     if options:
+        q, k = (t / t.norm(dim=-1, keepdim=True) for t in (q, k))
         v = v * 2 * torch.sigmoid(x @ layer.input_gate.weight.T)[..., None]
     o = layer.norm(gated_by_definition(q, k, v, alpha, scale=(d_k // H) ** -0.5)).flatten(2)
     expected = layer.proj((1 if options else r) * torch.sigmoid(r) * o)

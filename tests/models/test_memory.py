@@ -71,6 +71,7 @@ def test_forms_of_unified_keep_about_what_they_say(small, form):
         ("gla", {"value_residual": True, "short_conv": True}),
         ("gla", GLA_ALL | {"value_residual": True}),
         ("gla", GLA_ALL),
+        ("gla", GLA_ALL | {"gla_unit_qk": True}),
         ("softmax", LLAMA | {"norm_qk": False}),
         ("softmax", LLAMA),
         ("ours-gated", LLAMA | {"norm_qk": False, "output_gate": True, "short_conv": True}),
