@@ -11,6 +11,7 @@ import torch
 
 from lingpt.common.devices import device_name, find_device, named_dtype
 from lingpt.common.errors import UserError
+from lingpt.common.format import counted
 from lingpt.common.install import installed_version
 from lingpt.common.run_folder import check_undamaged
 from lingpt.eval.runs import Checkpoint
@@ -196,7 +197,7 @@ def summary(score: Score) -> str:
 
 def work(score: Score) -> str:
     """The work for a score, as `2376 documents, 20 s`, and how many requests exceeded the block size."""
-    text = f"{score.documents} documents, {score.seconds:.0f} s"
+    text = f"{counted(score.documents, 'document')}, {score.seconds:.0f} s"
     if cut := score.cut_prompts:
-        text += f", {cut} prompt{'s' if cut > 1 else ''} cut to {score.max_length} tokens"
+        text += f", {counted(cut, 'prompt')} cut to {score.max_length} tokens"
     return text
