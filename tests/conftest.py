@@ -42,6 +42,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_a_module_leaves_stays() -> Iterator[None]:
+    """Modules, graphs and caches: each training would scan those of all tests before it."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 WORDS = (
     "the", "cat", "sat", "on", "a", "mat", "while", "one", "dog", "ran", "home", "and", "sang", "of", "rain",
 )  # fmt: skip
