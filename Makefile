@@ -20,6 +20,9 @@ ready = $(if $(VENV),$(patsubst %,$(VENV)/.%-installed,$(1)))
 
 FAULT_RECORD ?= docs/results/reliability/faults.json#  of `make soak`
 
+# What the site's reference reads. Linked one by one: in a link to the clone it would meet the link, time and again.
+DOCUMENTED = __init__.py common kernels models layers hf
+
 CUDA_SOURCES = $(sort $(shell find kernels ptx_emulator tests -name '*.cu' -o -name '*.cuh'))
 
 # `$(call opt,--key,$(VALUE))` is `--key 'VALUE'`, or nothing where VALUE is empty; a quote in it stays one.
@@ -94,7 +97,7 @@ check-types: $(call ready,dev) # the link: mypy sees the package under its own n
 	$(BIN)mypy -n 2
 
 docs: $(call ready,dev) ## build the documentation site in site/; a link that leads nowhere is an error
-	@mkdir -p .types && ln -sfn .. .types/lingpt
+	@mkdir -p .types/docs/lingpt && ln -sfn $(DOCUMENTED:%=../../../%) .types/docs/lingpt
 	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict $(ARGS)
 
 format: $(call ready,dev) ## format the source
