@@ -336,8 +336,10 @@ import os, signal
 if os.environ.get("LOCAL_RANK") == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 from lingpt.train import TrainConfig
+from lingpt.train.distributed import watch
 from lingpt.train.planning.machine import choose_machine
 from lingpt.train.distributed.parallel import Parallel
+watch.GRACE = 1.0
 Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minutes=1)
 """
 
