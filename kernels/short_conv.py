@@ -33,9 +33,8 @@ def convolve_columns(
     """
     C, W = weight_KC.shape[1], x_BNW.shape[2]
     first = None if cu_seqlens is None else first_tokens(cu_seqlens, *x_BNW.shape[:2])
-    if not silu and x_BNW.is_cuda and triton is not None and triton.takes(x_BNW):
-        return triton.convolve(x_BNW, _widened(weight_KC, W - C), first)
-    # The compiler fuses the convolution with its SiLU, which would be a separate pass after the kernel.
+    if x_BNW.is_cuda and triton is not None and triton.takes(x_BNW):
+        return triton.convolve(x_BNW, _widened(weight_KC, W - C), C if silu else 0, first)
     y_BNC = short_convolution(x_BNW[..., :C], weight_KC, first)
     y_BNC = F.silu(y_BNC) if silu else y_BNC
     return y_BNC if C == W else torch.cat((y_BNC, x_BNW[..., C:]), dim=-1)

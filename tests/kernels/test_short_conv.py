@@ -11,7 +11,7 @@ from lingpt.kernels import short_conv
 pytestmark = pytest.mark.gpu
 
 
-def exact(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+def exact(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, silu: bool = False) -> list[torch.Tensor]:
     """y, dx and dw in float64 of the first C columns of x, C filters."""
     C = weight.shape[1]
     leaves = x, weight = (
@@ -19,6 +19,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> list[torch
         weight.detach().double().requires_grad_(),
     )
     y = F.conv1d(F.pad(x, (0, 0, 3, 0)).mT, weight.T[:, None], groups=C).mT
+    y = F.silu(y) if silu else y
     return [y, *torch.autograd.grad(y, leaves, dy[..., :C].double())]
 
 
@@ -29,44 +30,47 @@ def drawn(B: int, N: int, W: int, C: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
-    """To within the rounding of the result; in fp32 of the sum's four terms."""
+    """To within the rounding of the result; in fp32 of the sum's four terms and the SiLU."""
     error = (found.double() - expected).abs().max()
     roundings = 4 if dtype == torch.float32 else 1
     return bool(error <= roundings * torch.finfo(dtype).eps * expected.abs().max())
 
 
+@pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("N", [1, 2, 3, 5, 63, 64, 65, 128, 131, 1000])
-def test_values_and_gradients(N, dtype):
+def test_values_and_gradients(N, dtype, silu):
     """Guards: ends of sequences and of blocks, channels that fill no block, no leak from one sequence to the
     next, columns behind the channels, which pass as they are."""
     x, weight, dy = drawn(3, N, 840, 776, dtype)
-    y = short_conv.convolve_columns(x, weight)
+    y = short_conv.convolve_columns(x, weight, silu)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
-    y_exact, dx_exact, dw_exact = exact(x, weight, dy)
+    y_exact, dx_exact, dw_exact = exact(x, weight, dy, silu)
     assert is_close(y[..., :776], y_exact, dtype) and torch.equal(y[..., 776:], x[..., 776:])
     assert is_close(dx[..., :776], dx_exact, dtype) and torch.equal(dx[..., 776:], dy[..., 776:])
     assert (dw - dw_exact).norm() < 1e-6 * dw_exact.norm()  # fp32 sums of the rounded x and dy
     assert all(
         map(
             torch.equal,
-            torch.autograd.grad(short_conv.convolve_columns(x, weight), (x, weight), dy),
+            torch.autograd.grad(short_conv.convolve_columns(x, weight, silu), (x, weight), dy),
             (dx, dw),
         )
     )
 
 
+@pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_packed_sequences(dtype):
+def test_packed_sequences(dtype, silu):
     """Guards: a leak across a border, forward or back, at the borders of blocks and of tokens taken together;
     sequences shorter than the filter, rows that begin with one."""
     x, weight, dy = drawn(2, 300, 840, 776, dtype)
     borders = [0, 1, 2, 5, 126, 128, 129, 200, 300, 303, 427, 428, 600]
     cu_seqlens = torch.tensor([*borders, 600], dtype=torch.int32, device="cuda")
-    y = short_conv.convolve_columns(x, weight, cu_seqlens=cu_seqlens)
+    y = short_conv.convolve_columns(x, weight, silu, cu_seqlens)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     pieces = [
-        exact(x.flatten(0, 1)[None, a:b], weight, dy.flatten(0, 1)[None, a:b]) for a, b in pairwise(borders)
+        exact(x.flatten(0, 1)[None, a:b], weight, dy.flatten(0, 1)[None, a:b], silu)
+        for a, b in pairwise(borders)
     ]
     y_exact, dx_exact = (
         torch.cat(parts, 1).view(2, 300, 776) for parts in list(zip(*pieces, strict=True))[:2]
@@ -95,7 +99,7 @@ def test_in_a_compiled_block():
     x, weight, dy = drawn(2, 200, 320, 256, torch.bfloat16)
 
     def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return 2 * short_conv.convolve_columns(x + 1, weight)
+        return 2 * short_conv.convolve_columns(x + 1, weight, silu=True)
 
     y = torch.compile(block, fullgraph=True)(x, weight)
     assert torch.equal(y, block(x, weight))
@@ -105,7 +109,7 @@ def test_in_a_compiled_block():
         strict=True,
     ):
         assert torch.equal(found, expected)
-    torch.library.opcheck(torch.ops.lingpt.short_conv_fwd, (x, F.pad(weight, (0, 64)), None))
+    torch.library.opcheck(torch.ops.lingpt.short_conv_fwd, (x, F.pad(weight, (0, 64)), 256, None))
 
 
 def test_more_than_two_billion_elements():
