@@ -150,6 +150,13 @@ class Attention(ComputedBuffers, ABC):
         return {}
 
 
+class RMSNorm(nn.RMSNorm):
+    """In the weight's dtype, which autocast sees to for a LayerNorm, but not for an RMS norm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 GateActivation = Literal["silu", "sigmoid"]
 GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -157,7 +164,7 @@ GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] =
 }
 GATE_ACTIVATION = Option("the activation in `output_gate`, `softmax_gate` and the gate of `gla`")
 GateNorm = Literal["layer", "rms", "none"]
-GATE_NORMS: dict[GateNorm, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "none": nn.Identity}
+GATE_NORMS: dict[GateNorm, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": RMSNorm, "none": nn.Identity}
 GATE_NORM = Option("the norm of each head's output in `output_gate`, `softmax_gate` and the gate of `gla`")
 INPUT_GATE = Option("scale each token's v in `ours*` and `gla`, by a number per head")
 VALUE_RESIDUAL = Option("mix into each layer's v a projection of the token embeddings that all layers share")
@@ -214,8 +221,8 @@ class QKVAttention(Attention):
     def add_qk_norm(self, wanted: bool) -> None:
         """Creates the norms of q and k, or sets them to None."""
         config = self.config
-        self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if wanted else None
-        self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if wanted else None
+        self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps) if wanted else None
+        self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if wanted else None
 
     def add_value_residual(self, wanted: bool) -> None:
         """Creates the parameter of `mix_values`, or sets it to None."""

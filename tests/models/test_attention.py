@@ -1,5 +1,6 @@
 """Each mechanism against its definition, written out token by token in float64."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -319,6 +320,14 @@ def test_gla_is_its_recurrence(small, short_conv, expand_k, options):
     o = layer.norm(gated_by_definition(q, k, v, alpha, scale=(d_k // H) ** -0.5)).flatten(2)
     expected = layer.proj((1 if options else r) * torch.sigmoid(r) * o)
     torch.testing.assert_close(layer(x, model.cos[:N], model.sin[:N]), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_of_q_and_k_under_autocast(small, tokens):
+    """Guards: PyTorch's warning about dtypes, in the terminal of every run with such norms."""
+    model = small("softmax", softmax_qk_norm=True, softmax_gate=True, gate_norm="rms")
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
+        warnings.simplefilter("error")
+        model(tokens)
 
 
 def test_gla_by_fla_s_kernels_is_scored_without_them(small, tokens):
