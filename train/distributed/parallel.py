@@ -8,6 +8,7 @@ and `load_optimizer`; the loop does not change.
 
 import contextlib
 import functools
+import logging
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
+from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -82,6 +84,8 @@ class Parallel:
         self.watch, self.sharded, self._reduce_bf16 = Watch(), machine.strategy == "fsdp", reduce_bf16
         self._gathers_once, self._ddp = machine.gathers_once, machine.strategy == "ddp"
         self._timeout = timedelta(minutes=timeout_minutes + 2)  # later than `watch`, which reports more
+        # Fabric names the precision, as our own first line does, and advises against exact products in fp32.
+        rank_zero.log.setLevel(logging.WARNING)
         self.fabric = Fabric(
             accelerator=machine.accelerator,
             devices=machine.devices,
