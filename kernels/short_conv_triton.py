@@ -116,7 +116,7 @@ def _forward(
     first = tl.program_id(0) * TOKENS
     batch = tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = c < C
+    inside, active = c < C, c < silu_channels
     w0, w1, w2, w3 = _filters(weight + c, C, inside)
     x += batch * stride_b + c
     if PACKED:
@@ -137,10 +137,10 @@ def _forward(
         z2 = _sum(w0, w1, w2, w3, x2, x3, x4, x5, r3, r4, r5)
         z3 = _sum(w0, w1, w2, w3, x3, x4, x5, x6, r4, r5, r6)
         if SILU:
-            z0 = tl.where(c < silu_channels, z0 * tl.sigmoid(z0), z0)
-            z1 = tl.where(c < silu_channels, z1 * tl.sigmoid(z1), z1)
-            z2 = tl.where(c < silu_channels, z2 * tl.sigmoid(z2), z2)
-            z3 = tl.where(c < silu_channels, z3 * tl.sigmoid(z3), z3)
+            z0 = _silu(z0, active)
+            z1 = _silu(z1, active)
+            z2 = _silu(z2, active)
+            z3 = _silu(z3, active)
         _store(y, t, C, N, inside, z0)
         _store(y, t + 1, C, N, inside, z1)
         _store(y, t + 2, C, N, inside, z2)
@@ -269,8 +269,13 @@ def _sum(w0, w1, w2, w3, x0, x1, x2, x3, r1, r2, r3):
 
 
 @triton.jit
+def _silu(z, active):
+    return tl.where(active, z * tl.sigmoid(z), z)
+
+
+@triton.jit
 def _before_silu(dy, z, active):
-    """The gradient of z of silu(z)'s; where not active, of z's own."""
+    """The gradient of z, given that of `_silu`."""
     s = tl.sigmoid(z)
     return tl.where(active, dy * s * (1.0 + z * (1.0 - s)), dy)
 
