@@ -138,8 +138,11 @@ class Dataset:
             about["source"] = ",".join(f"{part.corpus.name}*{part.share / 1e6:g}" for part in self.parts)
             shares = [part.share for part in self.parts]
             about["content_hash"] = hash_of([[record["content_hash"] for record in records], shares])
+            one_val = self.val is self.parts[0].val  # of `val_source`, which validates all sources
             for split in ("train", "val"):
-                about[split] = {key: sum(r[split][key] for r in records) for key in records[0][split]}
+                of = records[:1] if one_val and split == "val" else records
+                known = all(record[split] for record in of)  # not while it is tokenised
+                about[split] = {key: sum(r[split][key] for r in of) for key in of[0][split]} if known else {}
             about["sources"] = records
         return {
             **about,

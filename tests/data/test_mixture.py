@@ -153,6 +153,8 @@ def test_texts_to_validate_on_have_names(config, write_jsonl, texts):
         dataset.val, PackedDataset
     )
     records = dataset.describe()["val_sources"]
+    alone = prepare(replace(config, source=config.source[: config.source.index("*")]), progress=False)
+    assert dataset.describe()["val"] == alone.describe()["val"]  # once, not for each source
     assert records["third"]["tokens"] == dataset.val.stream_length and len(records["embedded"]["entry"]) == 32
     with pytest.raises(UserError, match="names 'a' twice: give each text its own name"):
         prepare(replace(config, val_sources=f"a={val},a=embedded"), progress=False)
