@@ -138,11 +138,7 @@ class Dataset:
             about["source"] = ",".join(f"{part.corpus.name}*{part.share / 1e6:g}" for part in self.parts)
             shares = [part.share for part in self.parts]
             about["content_hash"] = hash_of([[record["content_hash"] for record in records], shares])
-            one_val = self.val is self.parts[0].val  # of `val_source`, which validates all sources
-            for split in ("train", "val"):
-                of = records[:1] if one_val and split == "val" else records
-                known = all(record[split] for record in of)  # not while it is tokenised
-                about[split] = {key: sum(r[split][key] for r in of) for key in of[0][split]} if known else {}
+            about |= _sums(records, one_val=self.val is self.parts[0].val)
             about["sources"] = records
         return {
             **about,
@@ -173,6 +169,18 @@ class Dataset:
             return None
         each = [f"{part.corpus.name} {read:.3g} times" for part, read in zip(self.parts, reads, strict=True)]
         return f"the text repeats: this run reads {', '.join(each)}"
+
+
+def _sums(records: list[dict[str, Any]], one_val: bool) -> dict[str, Any]:
+    """The counts of a mixture. one_val: of a `val_source`, on which all sources are validated."""
+    sums: dict[str, Any] = {"empty_documents": {}}
+    for split, some in {"train": records, "val": records[:1] if one_val else records}.items():
+        known = all(record[split] for record in some)  # not while it is tokenised
+        sums[split] = {key: sum(r[split][key] for r in some) for key in some[0][split]} if known else {}
+        sums["empty_documents"][split] = sum(record["empty_documents"][split] for record in some)
+    if "dropped_duplicates" in records[0]:
+        sums["dropped_duplicates"] = sum(record["dropped_duplicates"] for record in records)
+    return sums
 
 
 def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progress: bool = True) -> Dataset:

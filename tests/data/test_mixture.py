@@ -121,6 +121,14 @@ def test_a_mixture_describes_itself(config):
     assert availability(replace(config, source=config.source + ",no.jsonl*1")).startswith("NOT FOUND")
 
 
+def test_what_is_left_out_of_a_mixture_is_counted(config, write_jsonl, texts):
+    """Guards: `lingpt data` that named the empty documents and the copies of the first source alone."""
+    sources = [write_jsonl([*texts(30, n), *[""] * n, *texts(n, n)], f"e{n}.jsonl") for n in (1, 2)]
+    mixture = replace(config, source=f"{sources[0]}*0.5,{sources[1]}*0.5", dedup=True)
+    about = prepare(mixture, progress=False).describe()
+    assert about["empty_documents"] == {"train": 3, "val": 0} and about["dropped_duplicates"] == 3
+
+
 def test_packed_documents_of_a_mixture(config):
     """Each sequence is that of its source, with its borders; how many of these there are depends on
     the number of sequences alone."""
