@@ -271,10 +271,15 @@ def _check_filled(corpus: Corpus, train: StreamWriter, val: StreamWriter) -> Non
         raise UserError(
             f"{corpus.name} holds no documents: give JSONL or Parquet with a text in every row, or text files"
         )
+    if not train.documents and corpus.val:
+        raise UserError(
+            f"{corpus.name} has no document to train on, besides empty ones and, with --data.dedup, copies "
+            "of those to validate on: give more text"
+        )
     if not train.documents and val.documents > 1:
         raise UserError(
             f"all {val.documents} documents of {corpus.name} would be held out for validation: lower "
-            "--data.val_fraction"
+            "--data.val_fraction, or, if they are equal, give others as --data.val_source"
         )
     if not train.documents:
         raise UserError(

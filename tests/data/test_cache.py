@@ -470,6 +470,22 @@ def test_a_fraction_that_leaves_nothing_to_train_on_is_named(write_jsonl, tokeni
         prepare(config, progress=False)
 
 
+def test_equal_documents_cannot_be_divided(write_jsonl, tokenizer_path, tmp_path: Path):
+    """Guards: the advice to lower --data.val_fraction alone, which cannot help."""
+    source, cache = str(write_jsonl(["one"] * 3)), str(tmp_path / "cache")
+    with pytest.raises(UserError, match=r"all 3 documents .* if they are equal, .* --data\.val_source"):
+        prepare(DataConfig(source, tokenizer_path, 4, cache_dir=cache), progress=False)
+
+
+@pytest.mark.parametrize(("train", "dedup"), [(["", " "], False), (["one", "two"], True)])
+def test_nothing_to_train_on_beside_a_validation_text(write_jsonl, tokenizer_path, tmp_path, train, dedup):
+    """Guards: the advice to lower --data.val_fraction, which is not used then."""
+    source, val = (str(write_jsonl(t, n)) for t, n in ((train, "t.jsonl"), (["one", "two"], "v.jsonl")))
+    paths = {"val_source": val, "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(UserError, match=r"t\.jsonl has no document to train on, .*: give more text"):
+        prepare(DataConfig(source, tokenizer_path, 4, dedup=dedup, **paths), progress=False)
+
+
 def test_no_documents(write_jsonl, tokenizer_path, tmp_path: Path):
     """A file of blank lines is a path with no documents."""
     config = DataConfig(str(write_jsonl([])), tokenizer_path, 4, cache_dir=str(tmp_path / "cache"))
