@@ -48,6 +48,8 @@ class AnswerTokenizer(Tokenizer):
                     f"transformers cannot read the tokenizer {self.name} ({one_line(error)}), whose chat "
                     "template messages need: give another with --data.tokenizer"
                 ) from None
+        if found is not None and isinstance(found.chat_template, dict):  # several, by their names
+            found.chat_template = found.chat_template.get("default")
         if found is None or found.chat_template is None:
             raise UserError(
                 f"the tokenizer {self.name} has no chat template, which messages need: give another with "

@@ -157,6 +157,22 @@ def test_a_checkpoint_of_a_conversation_can_chat(chat, tmp_path, monkeypatch, en
     assert template == TEMPLATE and tokens == {"bos_token": "<|endoftext|>", "eos_token": end}
 
 
+def test_of_several_templates_the_default_is_taken(chat, tmp_path):
+    """Guards: an AttributeError at the first checkpoint, which writes the template."""
+    expected = prepare(config(ROWS * 3, chat), progress=False).fingerprint
+    path = chat / "tokenizer_config.json"
+    settings, other = json.loads(path.read_text()), {"name": "rag", "template": "{{ documents }}"}
+    templates = [other, {"name": "default", "template": TEMPLATE}]
+    path.write_text(json.dumps(settings | {"chat_template": templates}))
+    dataset = prepare(config(ROWS * 3, chat), progress=False)
+    dataset.tokenizer.save(tmp_path / "checkpoint")
+    assert dataset.fingerprint == expected
+    assert read_chat_template(tmp_path / "checkpoint")[0] == TEMPLATE
+    path.write_text(json.dumps(settings | {"chat_template": [other]}))
+    with pytest.raises(UserError, match="has no chat template"):
+        prepare(config(ROWS * 3, chat), progress=False)
+
+
 def test_the_template_identifies_the_data(chat):
     before = prepare(config(ROWS * 3, chat), progress=False).fingerprint
     settings = chat / "tokenizer_config.json"
