@@ -174,10 +174,14 @@ def test_of_several_templates_the_default_is_taken(chat, tmp_path):
 
 
 def test_the_template_identifies_the_data(chat):
-    before = prepare(config(ROWS * 3, chat), progress=False).fingerprint
-    settings = chat / "tokenizer_config.json"
-    settings.write_text(settings.read_text().replace("<|", "<"))
-    assert prepare(config(ROWS * 3, chat), progress=False).fingerprint != before
+    """Also the tokens that it names; guards: another bos_token, and the cached text with the one before."""
+    found, path = [], chat / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    for template in (TEMPLATE, TEMPLATE.replace("<|", "<"), "{{ bos_token }}" + TEMPLATE):
+        for begin in ("<s>", "<t>"):
+            path.write_text(json.dumps(settings | {"chat_template": template, "bos_token": begin}))
+            found.append(prepare(config(ROWS * 3, chat), progress=False).fingerprint)
+    assert [found.index(one) for one in found] == [0, 0, 2, 2, 4, 5]
 
 
 @pytest.mark.parametrize(
