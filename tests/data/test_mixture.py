@@ -8,6 +8,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.data import BatchSampler, DataConfig, PackedDataset, availability, content_hashes, prepare
+from lingpt.data.dataset import val_sources
 from lingpt.data.mixture import Mixture, parse_mixture
 
 
@@ -169,6 +170,8 @@ def test_texts_to_validate_on_have_names(config, write_jsonl, texts):
     for text in ("a=", f"a={val},"):  # the folder that the command runs in
         with pytest.raises(UserError, match=r"--data\.val_sources has no source in "):
             prepare(replace(config, val_sources=text), progress=False)
+    hive = replace(config, val_sources="en=text/lang=en/v.jsonl,text/wiki")  # guards: en=text/lang as a name
+    assert val_sources(hive) == {"en": "text/lang=en/v.jsonl", "text/wiki": "text/wiki"}
     assert availability(replace(config, val_sources="a=no.jsonl")).startswith(
         "NOT FOUND: there are no documents"
     )
