@@ -169,7 +169,8 @@ class ModelFolder(Checkpoint):
     @cached_property
     def weights(self) -> str:
         hashes = hashlib.sha256()
-        for path in sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")]):
+        decides = (MODEL_CONFIG, "tokenizer*.json", "*.safetensors", "*.bin")
+        for path in sorted(path for pattern in decides for path in self.folder.glob(pattern)):
             with read_errors(path), path.open("rb") as file:
                 hashes.update(hashlib.file_digest(file, "sha256").digest())
         return hashes.hexdigest()

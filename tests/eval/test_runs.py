@@ -153,6 +153,17 @@ def test_fingerprint_and_dtype(tmp_path, tokenizer):
     assert find_checkpoints(tmp_path, runs=[two])[0].dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_model_folder_of_which_a_file_has_changed_is_scored_again(tmp_path, hf_folder, name):
+    """Guards: the scores of another rotary base, as of the same model, when its config.json was mended."""
+    shutil.copytree(hf_folder, tmp_path / "model")
+    (before,) = find_checkpoints(tmp_path, runs=[tmp_path / "model"])
+    assert before.weights == find_checkpoints(tmp_path, runs=[tmp_path / "model"])[0].weights
+    with (tmp_path / "model" / name).open("ab") as file:
+        file.write(b" ")
+    assert find_checkpoints(tmp_path, runs=[tmp_path / "model"])[0].weights != before.weights
+
+
 def test_a_checkpoint_in_shards_is_scored_as_one_file_is(tmp_path, tokenizer, eval_data):
     """Guards: nothing was scored of a model that FSDP had trained: it has no file of all weights."""
     runs = [write_run(tmp_path, name, "ours", tokenizer) for name in ("whole", "sharded")]
