@@ -47,7 +47,8 @@ class DataConfig:
     val_sources: Annotated[str | None, Option(
         "further texts to validate on, each reported apart: name=source,name=source")] = None
     dedup: Annotated[bool, Option(
-        "leave out documents that are exact copies of another, or of one to validate on")] = False
+        "leave out exact copies of another document of the source, or of one that it validates on; "
+        "val_sources and the other sources of a mixture do not count")] = False
     stream: Annotated[bool, Option(
         "train before the last document is tokenised: samples are drawn from windows of 33 M tokens, one "
         "after another; needs a validation text of its own")] = False
