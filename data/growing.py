@@ -47,6 +47,7 @@ class GrowingDataset(PackedDataset):
         self.path, self.seq_len, self._finished = folder / "train.arrow", seq_len, finished
         self._chunks, self._checked, self.stream_length = [], [], 0
         self._whole = self._repeats = False
+        self._said: str | None = None  # the line of the process that has failed
         self._maps = threading.Lock()  # the thread that reads ahead waits, too
         self._work, self._arguments = work, arguments
         if not folder.exists():
@@ -108,11 +109,14 @@ class GrowingDataset(PackedDataset):
             time.sleep(POLL)
 
     def _fault(self) -> str:
-        """Why the process has ended."""
-        try:
-            return self._errors.recv()
-        except EOFError:
-            return "killed, perhaps for its memory"
+        """Why the process has ended; each thread that waits for it is told the same."""
+        with self._maps:
+            if self._said is None:
+                try:
+                    self._said = self._errors.recv()
+                except EOFError:
+                    self._said = "killed, perhaps for its memory"
+            return self._said
 
     def _map_more(self) -> None:
         """Maps the whole record batches that have been written since, each with its checksum.

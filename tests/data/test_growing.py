@@ -127,6 +127,19 @@ def test_two_threads_that_wait_map_a_record_batch_once(config, monkeypatch):
     assert all(x.tolist() == tokens[: 512 * 8].tolist() for x in found)
 
 
+def test_two_threads_that_wait_are_told_the_same(config, monkeypatch):
+    """Guards: "killed, perhaps for its memory" for the one that asked second, of a text with a fault."""
+    monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
+    dataset = prepare(config, progress=False).train
+    dataset._process = Dead(False)
+    dataset._errors, errors = Pipe(duplex=False)
+    errors.send("line 301 has no text")
+    errors.close()
+    for wait in (lambda: len(dataset), lambda: dataset.sample(np.arange(8), 0)):
+        with pytest.raises(UserError, match=r"has ended \(line 301 has no text\): start again"):
+            wait()
+
+
 @pytest.mark.slow
 def test_a_fault_of_the_text_ends_the_run_with_its_line(config, tmp_path: Path):
     """It is met by the other process, perhaps long after training began."""
