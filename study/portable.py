@@ -15,6 +15,8 @@ def portable(value: Any) -> Any:
         return {key: item if key == "correct" else portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [portable(item) for item in value]
+    if isinstance(value, str) and "," in value:  # a mixture: each source has its path
+        return ",".join(map(portable, value.split(",")))
     if not isinstance(value, str) or not (found := _PATH.fullmatch(value)):
         return value
     path = Path(found["path"])

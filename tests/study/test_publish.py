@@ -180,6 +180,9 @@ def test_a_page_of_another_kind_is_not_overwritten(here, capsys):
         ("/data/my wiki/train-*.jsonl", "my wiki/train-*.jsonl"),
         ("--data.source=/data/a=b", "--data.source=a=b"),
         ("/corpus.jsonl", "corpus.jsonl"),
+        # Guards: a mixture of which the last source alone was published.
+        ("/data/wiki/a.jsonl*0.7,/data/novels/b.jsonl*0.3", "wiki/a.jsonl*0.7,novels/b.jsonl*0.3"),
+        ("one=/data/wiki,two=/data/novels", "one=wiki,two=novels"),
         (f"{Path.home()}/corpus.jsonl", "corpus.jsonl"),
         ("wiki/test.jsonl", "wiki/test.jsonl"),
         ("tokens/s", "tokens/s"),
