@@ -65,11 +65,13 @@ class DecodingGraph:
         """Steps through the next tokens `[B, N]`; returns the logits `[B, padded_vocab_size]` after the last
         one, which the next call overwrites.
 
-        The first tokens, several at once, and those beyond the block size run eagerly; so does everything
-        after a failed capture, which warns once. Raises UserError for more tokens than there is room for.
+        The first tokens, several at once, those beyond the block size and, with softmax, rows that are padded
+        on the left run eagerly; so does everything after a failed capture, which warns once. Raises UserError
+        for more tokens than there is room for.
         """
         beyond = self.state.position >= self.model.max_seq_length  # of the rotary tables
-        if idx_BN.shape[1] != 1 or self.state.position == 0 or self.failed or beyond:
+        padded = any(cache.start is not None for cache in self._caches)  # the mask is of all rows
+        if idx_BN.shape[1] != 1 or self.state.position == 0 or self.failed or beyond or padded:
             self._graphs.clear()  # an eager step replaces the state's tensors
             return self.model.next_logits(idx_BN, self.state)
         bucket = self._bucket(self.state.position + 1)

@@ -152,6 +152,21 @@ def test_a_piece_in_between_is_eager(small, tokens, attention, recorded):
 
 
 @torch.no_grad()
+def test_rows_padded_on_the_left_do_not_see_their_padding(small, tokens, attention, recorded):
+    """Guards: softmax in a graph that attended to the padding of the shorter rows."""
+    model = small(attention).eval()
+    N, cu_seqlens = 8, torch.tensor([0, 8, 14, 16], dtype=torch.int32)  # the second row is of two tokens
+    state, alone = model.new_state(2, 32), model.new_state(1, 32)
+    model.hidden(tokens[:2, :N], state, cu_seqlens)
+    model.step(tokens[1:2, N - 2 : N], alone)
+    graph = DecodingGraph(model, state)
+    for i in range(N, N + 4):
+        logits_BV = graph(tokens[:2, i : i + 1])
+        expected = model.next_logits(tokens[1:2, i : i + 1], alone)
+        torch.testing.assert_close(logits_BV[1:], expected, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
 def test_graphs_can_be_captured_before_they_are_needed(small, tokens, recorded):
     """So that a benchmark times none of it; and what was seen is not changed by it."""
     model = small("softmax")
