@@ -96,6 +96,17 @@ def test_padding_and_packing_are_kept_apart(stock, tokens):
     torch.testing.assert_close(middle, alone[:, :11], rtol=0, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_sliding_window_is_no_padding(tokens):
+    """Guards: tokens before the last token's window, in layers that had one, taken for padding."""
+    torch.manual_seed(0)
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    stock = AutoModelForCausalLM.from_config(transformers.Qwen2Config(**SIZES, **GROUPS, **sliding))
+    model = replace_attention(stock.eval(), "ours-gated")
+    whole, part = model(tokens).logits, model(tokens[:, :30]).logits
+    torch.testing.assert_close(whole[:, :30], part, rtol=0, atol=1e-5)
+
+
 def test_a_missing_extra_is_one_line(monkeypatch):
     """It says what to install."""
     monkeypatch.setitem(sys.modules, "transformers", None)
