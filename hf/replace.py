@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lingpt.common.errors import UserError
-from lingpt.hf.model import borders
+from lingpt.hf.model import borders, packed_borders
 from lingpt.layers import AttentionLayer, check_standalone
 from lingpt.models import Config, ModelArgs, gpt_neox, llama
 from lingpt.models.architecture import Architecture
@@ -38,6 +38,8 @@ _NEOX = "gpt_neox"
 
 class ReplacedAttention(AttentionLayer):
     """An `AttentionLayer` with the arguments and results of attention in transformers."""
+
+    stock: Any  # the configuration of the model that it is in
 
     def forward(  # type: ignore[override]
         self,
@@ -53,9 +55,11 @@ class ReplacedAttention(AttentionLayer):
         0) are kept apart. ValueError with a cache, by any of its names in transformers."""
         if any(given is not None for given in (past_key_values, layer_past, cache)):
             raise ValueError("a model with replaced attention keeps no cache: give use_cache=False")
-        cu_seqlens = None
-        if attention_mask is not None:  # otherwise there is neither padding nor packing
-            cu_seqlens = borders(_is_read(attention_mask).expand(hidden_states.shape[:2]), position_ids)
+        cu_seqlens, (B, N, _) = None, hidden_states.shape
+        if attention_mask is not None:
+            cu_seqlens = borders(_is_read(attention_mask).expand(B, N), position_ids)
+        elif "flash" in self.stock._attn_implementation:  # of others, no mask is no packing either
+            cu_seqlens = packed_borders(position_ids, None, None, B, N)
         return super().forward(hidden_states, cu_seqlens), None
 
 
@@ -127,6 +131,7 @@ def _replace(model: PreTrainedModel) -> None:
         like = next(old.parameters())
         with like.device:
             layer = ReplacedAttention(config, layer_idx).to(like.dtype)
+        layer.stock = model.config
         if not like.is_meta:
             layer.attn.load_state_dict(_projections(old, layer.attn, config), strict=False)
         setattr(block, name, layer.train(model.training))

@@ -97,6 +97,16 @@ def test_padding_and_packing_are_kept_apart(stock, tokens):
 
 
 @torch.no_grad()
+def test_packing_needs_no_mask_where_flash_attention_has_none(stock, tokens):
+    """Guards: sequences packed for FlashAttention, whose masks say nothing of them, that saw each other."""
+    model = replace_attention(stock, "ours-gated")
+    model.config._attn_implementation_internal = "flash_attention_2"  # no layer is left that would call it
+    positions = torch.cat([torch.arange(15), torch.arange(25)])[None]
+    packed, alone = model(tokens, position_ids=positions).logits, model(tokens[:, 15:]).logits
+    torch.testing.assert_close(packed[:, 15:], alone, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
 def test_a_sliding_window_is_no_padding(tokens):
     """Guards: tokens before the last token's window, in layers that had one, taken for padding."""
     torch.manual_seed(0)
