@@ -394,19 +394,21 @@ def test_replay_says_in_what_it_is_not_as_the_step_was_trained(make_recipe, monk
     [
         ("softmax", "softmax by flash"),
         (["ours", "softmax"], "ours by chunkwise, softmax by flash"),
+        ("gla", "gla by chunkwise"),
     ],
 )
 def test_a_run_of_a_kernel_that_has_no_fp32_can_be_replayed(make_recipe, attention, by):
-    """Guards: "model.sdpa cudnn cannot train on cpu", and no way on, of a run that a GPU trained with it. The
-    first line says what the replay computed with."""
+    """Guards: "model.sdpa cudnn cannot train on cpu", and no way on, of a run that a GPU trained with it; and
+    the same of FLA's kernels. The first line says what the replay computed with."""
     recipe = make_recipe(max_steps=3, save_interval=2)
     recipe.model.attention = attention
     folder = train(recipe)
     line = next(line for line in read_metrics(folder) if line["step"] == 3)
     start = folder / "checkpoints/step-00000002"
     config, manifest = json.loads((start / "config.json").read_text()), read_manifest(start)
-    manifest["config"]["model"]["sdpa"] = "cudnn"
-    (start / "config.json").write_text(json.dumps(config | {"sdpa": "cudnn"}))
+    of_a_gpu = {"sdpa": "cudnn", "gla_backend": "fla"}
+    manifest["config"]["model"] |= of_a_gpu
+    (start / "config.json").write_text(json.dumps(config | of_a_gpu))
     write_manifest(start, manifest)
     text = replay(folder, 3, device="cpu")
     first = f"{folder.name}, step 3, with the weights of step-00000002, in fp32 ({by})"

@@ -61,7 +61,9 @@ def replay(
         )
     # In evaluation mode: the recipe's training kernel may not support fp32 (flash, cudnn).
     gpt = load_model(checkpoint, device=where, dtype=torch.float32).eval()
-    any_kernel = Config.from_dict(gpt.config.to_dict() | {"sdpa": "auto", "backend": "auto"})
+    any_kernel = Config.from_dict(
+        gpt.config.to_dict() | dict.fromkeys(("sdpa", "backend", "gla_backend"), "auto")
+    )
     kernels = attention_kernels(any_kernel, where, "32-true")
     otherwise = _not_as_trained(run, step, checkpoint, kernels, where, recipe.train.teacher)
     batches = BatchSampler(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
