@@ -125,6 +125,11 @@ class Attention(ComputedBuffers, ABC):
         Raises UserError for more tokens than the state has room for.
         """
 
+    def trains(self, state: Any) -> bool:
+        """Whether a call with this decoding state is one of training, in segments if there is a state, and
+        not one of decoding, before which nobody need call `eval`."""
+        return self.training and (state is None or torch.is_grad_enabled())
+
     @abstractmethod
     def flops_per_token(self, seq_len: int) -> int:
         """Forward FLOPs per token of the attention itself, causal half only; `GPT` counts linear layers."""

@@ -153,14 +153,14 @@ class GLAAttention(Attention):
             v = gate_values(v, self.input_gate(x_BNC))
         log_gate = F.logsigmoid(self.gate_up(self.gate_down(x_BNC)).float()) / self.temperature
         log_gate = log_gate.unflatten(-1, (self.n_head, -1))
+        backend = self.backend if self.trains(state) else "auto"
         if state is None:
-            backend = self.backend if self.training else "auto"
             o = gated_linear_attention(
                 q, k, v, log_gate, cu_seqlens=cu_seqlens, context=self.context, backend=backend
             )
         else:
             o, state.value = gated_linear_attention_with_state(
-                q, k, v, log_gate, initial_state=state.value, cu_seqlens=cu_seqlens
+                q, k, v, log_gate, initial_state=state.value, cu_seqlens=cu_seqlens, backend=backend
             )
         return self.proj(self.gate_activation(r) * self.norm(o).flatten(2))
 

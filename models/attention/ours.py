@@ -239,7 +239,7 @@ class OursAttention(QKVAttention):
         """`[B, N, C]` → the same; `state.value` is the operator's state after the last token, fp32."""
         qkv, decay = self.operator_inputs(x_BNC, state, cu_seqlens, values_BNV)
         inputs = qkv, cos_NR, sin_NR, self.b()
-        backend = self.backend if self.training else "auto"
+        backend = self.backend if self.trains(state) else "auto"
         options: dict[str, Any] = dict(a=self.a(), normalize=self.normalize, backend=backend, **decay)
         if state is None:
             o_BNHD = linear_attention_qkv(*inputs, cu_seqlens=cu_seqlens, context=self.context, **options)

@@ -338,8 +338,10 @@ def test_gla_by_fla_s_kernels_is_scored_without_them(small, tokens):
         ATTENTIONS["gla"].kernel_name(
             fla.config, torch.device("cpu"), torch.float32, **fla.config.attention_options("gla")
         )
-    with pytest.raises(UserError, match=r"^backend='fla' needs (fla-core: pip install|CUDA)"):
-        fla.train()(tokens)
+    own.step(tokens, state := own.new_state(2))
+    for carried in (None, state):  # in segments, too
+        with pytest.raises(UserError, match=r"^backend='fla' needs (fla-core: pip install|CUDA)"):
+            fla.train().hidden(tokens[:, :9], carried)
 
 
 @pytest.mark.parametrize(
@@ -429,8 +431,9 @@ def test_the_backend_that_is_named_trains_and_no_other(small, tokens, name):
     model, cuda = small(name, backend="chunkwise"), small(name, backend="cuda")
     with pytest.raises(UserError, match=r"backend='cuda' cannot run this: the tensors are on cpu"):
         cuda(tokens)
-    assert torch.equal(cuda.eval()(tokens), model(tokens))
+    # Decoding, as `lingpt generate` does, needs no `eval`.
     assert torch.equal(cuda.step(tokens, cuda.new_state(2)), model.eval().step(tokens, model.new_state(2)))
+    assert torch.equal(cuda.eval()(tokens), model(tokens))
     options = cuda.config.attention_options(name)
     with pytest.raises(UserError, match=r"^model.backend: .* are on cpu; use chunkwise, or auto$"):
         ATTENTIONS[name].kernel_name(cuda.config, torch.device("cpu"), torch.bfloat16, **options)
