@@ -52,7 +52,7 @@ def training_loss(recipe: Recipe, gpt: GPT, compiled: bool) -> nn.Module:
     if recipe.train.teacher is None:
         return NextTokenLoss(gpt, compiled, recipe.train.z_loss)
     teacher = load_model(find_model_folder(Path(recipe.train.teacher)), device=gpt.lm_head.weight.device)
-    teacher.requires_grad_(False)
+    teacher.eval().requires_grad_(False)  # by any kernel: the one that trained it may not run here
     if recipe.train.imitate == "attention":
         return AttentionTransferLoss(gpt, teacher, compiled)
     return LogitsLoss(gpt, teacher, compiled, blocks=recipe.train.imitate == "blocks")

@@ -15,9 +15,14 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import read_metrics
 from lingpt.data import Batch
-from lingpt.models import GPT, ModelArgs
+from lingpt.models import GPT, ModelArgs, save_model
 from lingpt.train import train
-from lingpt.train.distillation import AttentionTransferLoss, LogitsLoss, divergence_and_gradient
+from lingpt.train.distillation import (
+    AttentionTransferLoss,
+    LogitsLoss,
+    divergence_and_gradient,
+    training_loss,
+)
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.runs.replay import replay
 from lingpt.train.start import check_recipe
@@ -125,6 +130,14 @@ def test_shared_values_are_no_part_of_an_attention(make_recipe, tmp_path):
     recipe.model.value_residual = True
     with pytest.raises(UserError, match="value_residual has a part outside of them: imitate blocks"):
         check_recipe(recipe)
+
+
+@pytest.mark.parametrize("kind", ["attention", "blocks", "logits"])
+def test_a_teacher_computes_by_any_kernel(make_recipe, tmp_path, batch, kind):
+    """Guards: a run that ended at its first step where the kernel that trained the teacher cannot run."""
+    save_model(tiny("softmax+sdpa=cudnn"), tmp_path)
+    loss = training_loss(make_recipe(teacher=str(tmp_path), imitate=kind), tiny("ours"), compiled=False)
+    assert loss(batch).isfinite()
 
 
 def test_a_teacher_that_cannot_teach_is_told_before_any_work(make_recipe):
