@@ -106,8 +106,11 @@ class AttentionTransferLoss(_TeacherLoss):
         with torch.no_grad():
             self.teacher.hidden(idx_BN, cu_seqlens=cu_seqlens)
         errors = []
-        for i, (args, wanted_BNC) in zip(self.transferred, self._calls, strict=True):
-            found_BNC = where_targets(batch, self.gpt.blocks[i].attn(*args).float())
+        # The model's own rotary tables: its rope_base, for example, may be another.
+        cos_NR, sin_NR = (table[: idx_BN.shape[1]] for table in (self.gpt.cos, self.gpt.sin))
+        for i, ((x_BNC, _, _, *rest), wanted_BNC) in zip(self.transferred, self._calls, strict=True):
+            found_BNC = self.gpt.blocks[i].attn(x_BNC, cos_NR, sin_NR, *rest)
+            found_BNC = where_targets(batch, found_BNC.float())
             wanted_BNC = where_targets(batch, wanted_BNC.float())
             # No target at all, as in a batch of prompts: nothing to learn, and not NaN.
             size = wanted_BNC.square().mean().clamp_min(torch.finfo(torch.float32).tiny)

@@ -99,6 +99,15 @@ def test_an_attention_is_fitted_to_the_teachers_inputs_and_outputs(batch):
     assert 0 < AttentionTransferLoss(model, tiny("softmax+value_residual"))(batch) < math.inf
 
 
+def test_an_attention_is_fitted_with_its_own_rotary_embedding(batch):
+    """Guards: the teacher's tables, for which a student of another rope_base then learned."""
+    model, teacher = tiny("ours", seed=1), tiny("softmax")
+    before = AttentionTransferLoss(model, teacher)(batch)
+    model.cos.fill_(1.0)
+    model.sin.fill_(0.0)
+    assert AttentionTransferLoss(model, teacher)(batch) != before
+
+
 @pytest.mark.parametrize("kind", ["attention", "blocks", "logits"])
 def test_what_has_no_target_does_not_count(kind, batch):
     """Packed rows that end in padding, and a prompt alone: the loss and gradient of their targets.
