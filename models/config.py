@@ -57,9 +57,9 @@ class Config(Architecture):
         given: dict[str, Any] = {}
         widths = set[int]()  # of v, in layers with `value_residual`
         for name in set(layers):
-            options = self.attention_options(name)
             for option, declared in ATTENTIONS[name].options().items():
-                declared.read(option, options[option])
+                setattr(self, option, declared.read(option, getattr(self, option)))
+            options = self.attention_options(name)
             ATTENTIONS[name].check(self, **options)
             given |= options
             if options.get("value_residual"):

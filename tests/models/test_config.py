@@ -282,6 +282,14 @@ def test_every_option_of_an_attention_can_be_set():
     assert (values["learnable_b"], values["gla_n_head"]) == (True, 2)
 
 
+def test_an_option_has_its_type():
+    """Guards: `output_gate="false"` that made a gate, and a window of 4.0 tokens that ended in PyTorch."""
+    config = Config.from_name(
+        "demo", attention=["ours", "softmax"] * 2, output_gate="false", softmax_window=4.0
+    )
+    assert config.output_gate is False and type(config.softmax_window) is int
+
+
 def test_an_option_has_one_meaning():
     """Attentions may share an option, declared alike; none takes a name that means something else."""
     declared = {}
