@@ -70,11 +70,12 @@ def line_styles(forms: Sequence[str]) -> list[dict[str, Any]]:
     names = ["+".join([attention, *sorted(options)]) for attention, *options in words]
     colour = colours(map(_attention, names))
     found: dict[int, tuple[str, int]] = {}  # index of the line → its colour and look
-    for i, name in enumerate(names):
-        look = LOOKS.get(name, None if "+" in name else 0)
-        if look is not None and name not in names[:i]:
-            found[i] = colour[_attention(name)], look
-    for i in sorted(set(range(len(names))) - set(found), key=lambda i: (names[i], i)):
+    in_order = sorted(range(len(names)), key=lambda i: (names[i], i))
+    for i in in_order:
+        own, look = colour[_attention(names[i])], LOOKS.get(names[i], None if "+" in names[i] else 0)
+        if look is not None and (own, look) not in found.values():
+            found[i] = own, look
+    for i in [i for i in in_order if i not in found]:
         own = colour[_attention(names[i])]
         found[i] = own, next(look for look in itertools.count(1) if (own, look) not in found.values())
     return [

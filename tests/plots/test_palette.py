@@ -36,6 +36,13 @@ def test_a_second_line_of_a_form_does_not_take_the_look_of_another():
     assert line_styles(forms)[2] == line_styles(forms[2:])[0]
 
 
+def test_two_names_of_one_colour_differ():
+    """Guards: softmax and its kernel as one line, and the tenth name without a colour drawn as the first."""
+    for names in (["softmax-flash", "softmax"], [f"mine-{i}" for i in range(10)]):
+        assert len({tuple(style.values()) for style in line_styles(names)}) == len(names)
+    assert line_styles(["softmax-flash", "softmax"])[1] == line_styles(["softmax"])[0]
+
+
 def test_some_softmax_layers_make_a_hybrid():
     """Crimson: the aliases, an option, a list of layers."""
     forms = ["hybrid", "hybrid-best + value_residual", "ours-gated+softmax_every=3", "gla + softmax"]
