@@ -198,6 +198,7 @@ class GLA(AttentionLayer):
         **options: Any,
     ) -> None:
         sizes = {"gla_n_head": num_heads, "gla_expand_k": expand_k}
+        sizes |= {"head_size": 2, "rotary_percentage": 1.0}  # not read: the least tables of RoPE
         super().__init__(_config(self.attention, hidden_size, num_heads, bias, sizes, options))
 
 

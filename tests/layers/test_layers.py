@@ -95,6 +95,11 @@ def test_a_state_is_where_it_was_after_an_error(pair):
     assert state.position == 0
 
 
+def test_gla_has_heads_of_any_size():
+    """Guards: a size refused for rotary embeddings, which it has not."""
+    assert GLA(96, 8)(torch.randn(1, 5, 96)).shape == (1, 5, 96)
+
+
 def test_mistakes_are_one_line():
     """Each says what to do."""
     layer, x = LinearAttention(64, 4), torch.randn(2, 5, 64)
@@ -109,6 +114,7 @@ def test_mistakes_are_one_line():
         (lambda: GLA(64, 4, num_kv_heads=2), "num_kv_heads is not an option of the layer, which has"),
         (lambda: GLA(64, 4, gla_expand_k=1), "gla_expand_k is not an option of the layer, which has"),
         (lambda: layer(x, torch.tensor([0, 10]), layer.new_state(2)), "cu_seqlens goes without a state"),
+        (lambda: GLA(64, 3), "gla_n_head=3 must divide n_embd=64"),
         (lambda: LinearAttention(64, 4, 3), "n_head=4 must be a multiple of n_query_groups=3"),
         (lambda: LinearAttention(64, 4, colour=1), "colour is not an option of the layer, which has backend"),
         (lambda: LinearAttention(64, 4, conv_silu=True), "conv_silu=True needs short_conv=True"),
