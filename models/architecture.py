@@ -111,7 +111,8 @@ class Architecture:
     mlp_class_name: Annotated[Literal["GptNeoxMLP", "LLaMAMLP"], Option(
         "the MLP: with GELU, or Llama's gated one (SwiGLU)")] = "GptNeoxMLP"
     bias: Annotated[bool, Option("whether linear layers have biases, as Pythia's do")] = True
-    attn_bias: Annotated[bool, Option("a bias of the projection to q, k and v, as in Qwen2")] = False
+    attn_bias: Annotated[bool, Option(
+        "a bias of the projection to q, k and v, as in Qwen2; `gla` has none")] = False
     tie_embeddings: Annotated[bool, Option("the head's weight is the embedding's")] = False
     # fmt: on
 
