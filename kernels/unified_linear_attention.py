@@ -318,7 +318,8 @@ def scores(Q: Tensor, K: Tensor, L: Tensor) -> Tensor:
     C = Q.shape[-2]
     if L.shape[-1] == 1:
         return (Q @ K.mT) * _decays_within(L, Q.dtype).squeeze(-1)
-    P = Q.new_zeros(*Q.shape[:-1], C)
+    # Made of all three, so that vmap may batch any of them.
+    P = (Q[..., :1] + K[..., :1] + L[..., :1]).new_zeros(*Q.shape[:-1], C, dtype=Q.dtype)
     for first in range(0, C, BLOCK):
         rows, past = slice(first, first + BLOCK), slice(0, first)
         q_fade, k_fade = _around(L, rows, past, Q.dtype)
@@ -335,7 +336,7 @@ def _weighted_sums(P: Tensor, V: Tensor, R: Tensor) -> Tensor:
     C = V.shape[-2]
     if R.shape[-1] == 1:
         return (P * _decays_within(R, V.dtype).squeeze(-1)) @ V
-    y = torch.empty_like(V)
+    y = (P[..., :1] + V[..., :1] + R[..., :1]).new_empty(V.shape, dtype=V.dtype)
     for first in range(0, C, BLOCK):
         rows, past = slice(first, first + BLOCK), slice(0, first)
         fade = _decays_within(R[..., rows, :], V.dtype)

@@ -182,6 +182,19 @@ def test_transforms_of_torch_func():
         torch.testing.assert_close(found[i], dq)
 
 
+@pytest.mark.parametrize("batched", range(5))
+def test_vmap_over_one_argument(batched):
+    """Guards: sums written into a tensor that vmap does not batch, as it was made of another argument."""
+    args = [x[:, :20].detach() for x in inputs("channel", "channel")[:5]]
+    two = torch.stack((args[batched], 0.5 * args[batched]))
+
+    def loss(x):
+        return unified_linear_attention(*args[:batched], x, *args[batched + 1 :]).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss))(two)
+    torch.testing.assert_close(found, torch.stack([torch.func.grad(loss)(x) for x in two]))
+
+
 @pytest.mark.parametrize("left", ["token", "channel"])
 def test_fp32_is_near_float64_over_long_and_steep_sequences(left):
     """Guards: exponents above 0, which overflow where decays are steep."""
