@@ -17,7 +17,7 @@ def find_device(name: str, instead: str = "auto") -> torch.device:
     try:
         torch.zeros(1, device=name).item()
         device = torch.device(name)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise UserError(f"device {name!r}: {first_line(error)}; use --device {instead}") from error
     if device.type == "cpu" and device.index is not None:
         raise UserError(f"device {name!r}: the CPU has no number; use --device cpu")

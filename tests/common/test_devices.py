@@ -14,6 +14,13 @@ def test_a_cpu_has_no_number():
         find_device("cpu:1")
 
 
+@pytest.mark.parametrize("name", ["hpu", "meta", "gpu"])
+def test_a_device_that_is_not_here(name):
+    """Guards: of `hpu` PyTorch raises a ModuleNotFoundError, which was a traceback."""
+    with pytest.raises(UserError, match=f"device '{name}': .*; use --device auto"):
+        find_device(name)
+
+
 def test_a_gpu_that_has_bf16_generates_in_it(monkeypatch):
     """Guards: checkpoints of mixed training, which are in fp32, decoded without the kernels for 16 bits."""
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
