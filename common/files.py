@@ -226,8 +226,8 @@ def read_yaml(path: Path) -> Any:
     content = read_bytes(path)
     try:
         return copy.deepcopy(_parsed_yaml(content))
-    # Not UTF-8, or not YAML; an impossible date is a ValueError.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    # Not UTF-8, or not YAML; an impossible date is a ValueError, `!!bool maybe` one of the next two.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is not YAML: {one_line(error)}") from error
 
 

@@ -86,6 +86,14 @@ def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path, read, text):
         read(tmp_path / "binary")
 
 
+@pytest.mark.parametrize("text", ['!!int ""', "!!bool maybe", "!!timestamp now"])
+def test_a_value_that_is_not_of_its_tag_is_no_yaml(tmp_path, text):
+    """Guards: an IndexError, KeyError or AttributeError of PyYAML's."""
+    write_text(tmp_path / "tagged", f"x: {text}")
+    with pytest.raises(UserError, match="tagged is not YAML"):
+        read_yaml(tmp_path / "tagged")
+
+
 def test_what_a_killed_writer_left_goes_later(tmp_path):
     """Not at once: another process may be writing the same file."""
     old, new = tmp_path / ".x.json.a1b2c3.partial", tmp_path / ".x.json.d4e5f6.partial"
