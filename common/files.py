@@ -8,6 +8,7 @@ import contextlib
 import copy
 import errno
 import functools
+import glob
 import hashlib
 import json
 import os
@@ -105,7 +106,7 @@ def remove_partial(folder: Path, name: str = "", older_than: float = 0.0) -> Non
 
     older_than: only files unchanged for more than so many seconds. Without it, no writer may be active.
     """
-    for path in folder.glob(f".{name}*{PARTIAL}"):
+    for path in folder.glob(f".{glob.escape(name)}*{PARTIAL}"):
         with contextlib.suppress(FileNotFoundError):
             if older_than and time.time() - path.stat().st_mtime <= older_than:
                 continue

@@ -94,14 +94,15 @@ def test_a_value_that_is_not_of_its_tag_is_no_yaml(tmp_path, text):
         read_yaml(tmp_path / "tagged")
 
 
-def test_what_a_killed_writer_left_goes_later(tmp_path):
-    """Not at once: another process may be writing the same file."""
-    old, new = tmp_path / ".x.json.a1b2c3.partial", tmp_path / ".x.json.d4e5f6.partial"
+@pytest.mark.parametrize("name", ["x.json", "x[1].json", "x**.json"])
+def test_what_a_killed_writer_left_goes_later(tmp_path, name):
+    """Not at once: another process may be writing the same file. Guards: a name read as a pattern."""
+    old, new = tmp_path / f".{name}.a1b2c3.partial", tmp_path / f".{name}.d4e5f6.partial"
     for left, age in ((old, 2 * ABANDONED), (new, 0)):
         left.touch()
         os.utime(left, (time.time() - age,) * 2)
-    write_json(tmp_path / "x.json", {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, "x.json"]
+    write_json(tmp_path / name, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, name]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
