@@ -112,8 +112,10 @@ def _split(
             found = _value(key, declared, rest, bool(positional))
         if is_config:
             files.append(found)
-        else:
-            given[name] = found
+            continue
+        given[name] = found
+        if name in positional and not declared.is_list:
+            positional.remove(name)
     return files, given
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lingpt.cli import study, train
+from lingpt.cli import export, study, train
 from lingpt.cli.main import parse
 from lingpt.common.errors import UserError
 from lingpt.train.recipe import parse_recipe
@@ -58,3 +58,12 @@ def test_text_is_no_yaml(name):
     for null in ("null", "~"):
         assert parse("train", train, [f"--train.name={name}", f"--train.name={null}"]).train.name is None
     assert parse("train", train, [f"--data.source={name}"]).data.source == name
+
+
+def test_an_argument_without_a_key_may_be_given_by_it():
+    """Guards: `lingpt export --model runs/a out`, which took `out` for the model and asked for <out>."""
+    for words in (["--model", "a", "b"], ["--out=b", "a"], ["a", "--out", "b"], ["a", "b"]):
+        options = parse("export", export, words)
+        assert (options.model, options.out) == ("a", "b")
+    with pytest.raises(UserError, match="'c' belongs to no option"):
+        parse("export", export, ["--model", "a", "b", "c"])
