@@ -54,21 +54,22 @@ def model_card(model: "GPT", source: Path) -> str:
     """The README.md of an exported model, with the recipe, data, and scores of its run if it has one."""
     import json
     import re
-    from importlib.metadata import version
 
     import yaml
 
     from lingpt.common.files import read_json_object
+    from lingpt.common.install import installed_version
     from lingpt.common.run_folder import CONFIG, read_config, read_environment, read_manifest, scores_file
     from lingpt.models import attention_form
 
     config = model.config
     form = attention_form(config.attention, config.to_dict())
+    version = installed_version("lingpt") or "(not installed)"
     load = "" if form == "softmax" else "import lingpt.hf\n"
     lines = [
         f"# {config.name} with attention {form}",
         f"{model.num_parameters():,} parameters, {config.n_layer} layers, sequences of up to "
-        f"{config.block_size:,} tokens. Trained with LinGPT {version('lingpt')}, PyTorch {version('torch')}.",
+        f"{config.block_size:,} tokens. Trained with LinGPT {version}, PyTorch {installed_version('torch')}.",
         f"```python\n{load}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         "model = AutoModelForCausalLM.from_pretrained(folder)\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n```",
