@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lingpt.kernels.checks import refuse_forward_mode
 from lingpt.kernels.custom_op import LIBRARY, define, filled
 from lingpt.kernels.linear_attention.cuda import channel_decay
 
@@ -31,6 +32,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(o, final state), once differentiable; arguments as in `gated_linear_attention`. Channels that the
     kernels do not have are zeros."""
+    refuse_forward_mode("a decay of each channel", q, k, v, log_decay, initial_state)
     if scale == 0:  # they divide the final state's gradient by it
         q, scale = 0 * q, 1.0
     Dk, Dv = q.shape[-1], v.shape[-1]

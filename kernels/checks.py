@@ -7,6 +7,7 @@ import reprlib
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from lingpt.common.errors import UserError
 
@@ -35,6 +36,14 @@ def check_cu_seqlens(cu_seqlens: object, like: Tensor) -> None:
         raise UserError(f"cu_seqlens must be int32 or int64 [sequences + 1]; got {got}")
     if cu_seqlens.device != like.device:
         raise UserError(f"cu_seqlens must be on {like.device}; got {cu_seqlens.device}")
+
+
+def refuse_forward_mode(function: str, *tensors: Tensor | None) -> None:
+    """Raises RuntimeError in forward mode: operators that have a backward pass alone drop its tangents."""
+    if torch.compiler.is_compiling():
+        return
+    if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(f"{function} has no forward mode here; backend='reference' has")
 
 
 def shown(x: object) -> str:

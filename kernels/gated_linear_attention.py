@@ -24,7 +24,7 @@ from lingpt.common.install import install_command
 from lingpt.common.local_rank import local_rank
 from lingpt.kernels import unified_linear_attention as unified
 from lingpt.kernels.channel_decay_operator import CHUNK, backward_flops, forward_flops
-from lingpt.kernels.checks import NUMBERS, shown
+from lingpt.kernels.checks import NUMBERS, refuse_forward_mode, shown
 from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import (
     LOG_ZERO,
@@ -67,7 +67,7 @@ def gated_linear_attention(
             of one length (kernels/context_parallel.py); there is no initial_state then. The operator runs
             twice in each pass, once for the piece's own state.
         backend: one of
-            "reference"  the definition, quadratic, float64 inside;
+            "reference"  the definition, quadratic, float64 inside; also for forward mode;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
             "recurrent"  token by token, for decoding;
             "cuda"       our kernels: on tensor cores bf16 and fp16, Dk ≤ 256 and Dv ≤ 512 (padded to
@@ -117,6 +117,8 @@ def gated_linear_attention_with_state(
         "fla": fla_attention,
     }
     attend = forms[backend]
+    if backend == "chunkwise":
+        refuse_forward_mode("gated_linear_attention", q, k, v, log_gate, initial_state)
     if backend == "fla":  # its kernels are autotuned at the first call, which a graph cannot contain
         attend = torch.compiler.disable(attend)
     if context is not None:

@@ -183,6 +183,20 @@ def test_sums_of_gates_are_exact_and_gradients_sum_no_further_than_a_chunk():
     assert max(errors[:4]) < 3e-7 and errors[4] < 2e-6
 
 
+def test_forward_mode_is_refused_and_not_zero():
+    """Guards: tangents that PyTorch drops without a word where an operator has a backward pass alone."""
+    q, k, v, g = (torch.randn(1, 5, 2, 4, dtype=torch.float64) for _ in "qkvg")
+
+    def tangent(backend):
+        return torch.func.jvp(
+            lambda v: gated_linear_attention(q, k, v, -g.abs(), backend=backend), (v,), (v,)
+        )
+
+    with pytest.raises(RuntimeError, match="no forward mode here; backend='reference' has"):
+        tangent("chunkwise")
+    torch.testing.assert_close(*tangent("reference"))  # linear in v
+
+
 def test_opcheck():
     *tensors, state = inputs(70, dtype=torch.float32)
     leaves = [x.requires_grad_() for x in (*tensors, state)]
