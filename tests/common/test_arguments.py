@@ -2,7 +2,7 @@
 
 import pytest
 
-from lingpt.cli import export, study, train
+from lingpt.cli import export, replay, study, train
 from lingpt.cli.main import parse
 from lingpt.common.errors import UserError
 from lingpt.train.recipe import parse_recipe
@@ -67,3 +67,9 @@ def test_an_argument_without_a_key_may_be_given_by_it():
         assert (options.model, options.out) == ("a", "b")
     with pytest.raises(UserError, match="'c' belongs to no option"):
         parse("export", export, ["--model", "a", "b", "c"])
+
+
+def test_a_range_is_what_the_verb_takes():
+    """Guards: `lingpt replay --help`, which said that --samples is at least 0; the verb refused 0."""
+    with pytest.raises(UserError, match="samples is 0; it must be a whole number of at least 1"):
+        parse("replay", replay, ["runs/a", "--step", "1", "--samples", "0"])
