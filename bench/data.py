@@ -16,6 +16,7 @@ from pathlib import Path
 import tokenizers
 import torch
 
+from lingpt.common.errors import UserError
 from lingpt.data.batches import BatchSampler, Prefetcher
 from lingpt.data.cache import TokenCache, token_cache
 from lingpt.data.corpus import Corpus, Document, Split
@@ -95,12 +96,15 @@ def _loader(cache: TokenCache, seq_len: int = 256, sequences: int = 64, steps: i
 
 
 def _first(corpus: Corpus, max_bytes: int) -> tuple[list[Document], int]:
+    """The first documents, two at least, and their bytes."""
     documents, num_bytes = [], 0
     for document in corpus.train.read():
         documents.append(document)
         num_bytes += len(document.text.encode())
-        if num_bytes >= max_bytes:
+        if num_bytes >= max_bytes and len(documents) > 1:
             break
+    if len(documents) < 2:
+        raise UserError("a cache needs two documents, one of them for validation: give a larger --source")
     return documents, num_bytes
 
 

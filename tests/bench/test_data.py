@@ -21,6 +21,15 @@ def test_what_is_measured_is_printed_and_written(tmp_path: Path, capsys):
     assert result["megabytes"] > 0 and len(result["seconds_wall_and_processor"]["cache"]) == 1
 
 
+def test_few_bytes_are_two_documents_and_one_document_is_too_few(tmp_path, capsys):
+    """Guards: a request for --data.val_source, which is no option of this command."""
+    assert main(["bench", "data", "--megabytes", "0.001", "--repeats", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == 2
+    (tmp_path / "one.txt").write_text("hello")
+    assert main(["bench", "data", "--source", str(tmp_path / "one.txt")]) == 2
+    assert "give a larger --source" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("option", "value"), [("megabytes", "-1"), ("megabytes", "1e9"), ("repeats", "0")])
 def test_numbers_have_a_range(option: str, value: str, capsys):
     assert main(["bench", "data", f"--{option}", value]) == 2
