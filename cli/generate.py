@@ -71,6 +71,8 @@ def run(options: Options) -> None:
     if options.chat:
         return chat(model, tokenizer, template, tokens, options.max_new_tokens, sampling)
     document = tokenizer.encode(read_text(Path(options.document))) if options.document else []
+    if options.document and not document:
+        raise UserError(f"{options.document} is empty: give another document, or leave out --document")
     prompt = tokenizer.encode(options.prompt)
     if options.state:
         file = Path(options.state)

@@ -106,6 +106,10 @@ def test_trains_draws_and_goes_on(project, capsys):
     capsys.readouterr()
     assert "Step 4 of a run on" in card and "import lingpt.hf" in card and "attention: ours" in card
     assert ": null" not in card
+    Path("empty.txt").touch()  # with which it asked for a --document
+    assert "empty.txt is empty" in complaint(
+        capsys, "generate", str(run), "--document", "empty.txt", "--state", "new"
+    )
     for model in (str(run), "exported", "hf"):  # the run's newest checkpoint, and folders of its own
         assert (
             main(["generate", model, "--prompt", "number 7", "--max_new_tokens", "8", "--device", "cpu"]) == 0
