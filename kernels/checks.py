@@ -38,12 +38,12 @@ def check_cu_seqlens(cu_seqlens: object, like: Tensor) -> None:
         raise UserError(f"cu_seqlens must be on {like.device}; got {cu_seqlens.device}")
 
 
-def refuse_forward_mode(function: str, *tensors: Tensor | None) -> None:
+def refuse_forward_mode(function: str, *tensors: Tensor | None, instead: str = "") -> None:
     """Raises RuntimeError in forward mode: operators that have a backward pass alone drop its tangents."""
     if torch.compiler.is_compiling():
         return
     if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
-        raise RuntimeError(f"{function} has no forward mode here; backend='reference' has")
+        raise RuntimeError(f"{function} has no forward mode{instead}")
 
 
 def shown(x: object) -> str:

@@ -118,7 +118,8 @@ def gated_linear_attention_with_state(
     }
     attend = forms[backend]
     if backend == "chunkwise":
-        refuse_forward_mode("gated_linear_attention", q, k, v, log_gate, initial_state)
+        inputs = q, k, v, log_gate, initial_state
+        refuse_forward_mode("gated_linear_attention", *inputs, instead=" here; backend='reference' has")
     if backend == "fla":  # its kernels are autotuned at the first call, which a graph cannot contain
         attend = torch.compiler.disable(attend)
     if context is not None:

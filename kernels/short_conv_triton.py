@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lingpt.kernels.checks import refuse_forward_mode
+
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -42,6 +44,7 @@ def convolve(
     row is the weight of the token itself. first_BN: bool, the first tokens of packed sequences. Returns
     [B, N, C] in x's dtype, contiguous.
     """
+    refuse_forward_mode("the convolution", x_BNC, weight_4C)
     return _convolve(x_BNC, weight_4C, silu_channels, first_BN)
 
 

@@ -112,6 +112,13 @@ def test_in_a_compiled_block():
     torch.library.opcheck(torch.ops.lingpt.short_conv_fwd, (x, F.pad(weight, (0, 64)), 256, None))
 
 
+def test_forward_mode_is_refused():
+    """Guards: tangents of zero."""
+    x, weight, _ = drawn(1, 5, 64, 64, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="the convolution has no forward mode"):
+        torch.func.jvp(lambda x: short_conv.convolve_columns(x, weight), (x,), (x,))
+
+
 def test_more_than_two_billion_elements():
     """Guards: offsets of 32 bits."""
     x = torch.zeros(1, 2**20 + 100, 2048 + 64, device="cuda", dtype=torch.bfloat16)
