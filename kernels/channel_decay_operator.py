@@ -32,8 +32,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(o, final state), once differentiable; arguments as in `gated_linear_attention`. Channels that the
     kernels do not have are zeros."""
-    inputs = q, k, v, log_decay, initial_state
-    refuse_forward_mode("a decay of each channel", *inputs, instead=" here; backend='reference' has")
+    message = "a decay of each channel has no forward mode here; backend='reference' has"
+    refuse_forward_mode(message, q, k, v, log_decay, initial_state)
     if scale == 0:  # they divide the final state's gradient by it
         q, scale = 0 * q, 1.0
     Dk, Dv = q.shape[-1], v.shape[-1]

@@ -38,12 +38,13 @@ def check_cu_seqlens(cu_seqlens: object, like: Tensor) -> None:
         raise UserError(f"cu_seqlens must be on {like.device}; got {cu_seqlens.device}")
 
 
-def refuse_forward_mode(function: str, *tensors: Tensor | None, instead: str = "") -> None:
-    """Raises RuntimeError in forward mode: operators that have a backward pass alone drop its tangents."""
+def refuse_forward_mode(message: str, *tensors: Tensor | None) -> None:
+    """Raises RuntimeError with the message if a tensor is of forward mode: operators that have a backward
+    pass alone drop its tangents."""
     if torch.compiler.is_compiling():
         return
     if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
-        raise RuntimeError(f"{function} has no forward mode{instead}")
+        raise RuntimeError(message)
 
 
 def shown(x: object) -> str:

@@ -118,8 +118,8 @@ def gated_linear_attention_with_state(
     }
     attend = forms[backend]
     if backend == "chunkwise":
-        inputs = q, k, v, log_gate, initial_state
-        refuse_forward_mode("gated_linear_attention", *inputs, instead=" here; backend='reference' has")
+        message = "gated_linear_attention has no forward mode here; backend='reference' has"
+        refuse_forward_mode(message, q, k, v, log_gate, initial_state)
     if backend == "fla":  # its kernels are autotuned at the first call, which a graph cannot contain
         attend = torch.compiler.disable(attend)
     if context is not None:

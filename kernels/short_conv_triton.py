@@ -44,7 +44,7 @@ def convolve(
     row is the weight of the token itself. first_BN: bool, the first tokens of packed sequences. Returns
     [B, N, C] in x's dtype, contiguous.
     """
-    refuse_forward_mode("the convolution", x_BNC, weight_4C)
+    refuse_forward_mode("the convolution has no forward mode", x_BNC, weight_4C)
     return _convolve(x_BNC, weight_4C, silu_channels, first_BN)
 
 
@@ -119,7 +119,7 @@ def _forward(
     first = tl.program_id(0) * TOKENS
     batch = tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    inside, active = c < C, c < silu_channels
+    inside, with_silu = c < C, c < silu_channels
     w0, w1, w2, w3 = _filters(weight + c, C, inside)
     x += batch * stride_b + c
     if PACKED:
@@ -133,17 +133,17 @@ def _forward(
         x4 = _token(x, t + 1, stride_n, N, inside)
         x5 = _token(x, t + 2, stride_n, N, inside)
         x6 = _token(x, t + 3, stride_n, N, inside)
-        r1, r2, r3 = _go_on(first_tokens, t - 2, N, PACKED)
-        r4, r5, r6 = _go_on(first_tokens, t + 1, N, PACKED)
-        z0 = _sum(w0, w1, w2, w3, x0, x1, x2, x3, r1, r2, r3)
-        z1 = _sum(w0, w1, w2, w3, x1, x2, x3, x4, r2, r3, r4)
-        z2 = _sum(w0, w1, w2, w3, x2, x3, x4, x5, r3, r4, r5)
-        z3 = _sum(w0, w1, w2, w3, x3, x4, x5, x6, r4, r5, r6)
+        r1, r2, r3 = _three_follow(first_tokens, t - 2, N, PACKED)
+        r4, r5, r6 = _three_follow(first_tokens, t + 1, N, PACKED)
+        z0 = _weighted_sum(w0, w1, w2, w3, x0, x1, x2, x3, r1, r2, r3)
+        z1 = _weighted_sum(w0, w1, w2, w3, x1, x2, x3, x4, r2, r3, r4)
+        z2 = _weighted_sum(w0, w1, w2, w3, x2, x3, x4, x5, r3, r4, r5)
+        z3 = _weighted_sum(w0, w1, w2, w3, x3, x4, x5, x6, r4, r5, r6)
         if SILU:
-            z0 = _silu(z0, active)
-            z1 = _silu(z1, active)
-            z2 = _silu(z2, active)
-            z3 = _silu(z3, active)
+            z0 = _silu(z0, with_silu)
+            z1 = _silu(z1, with_silu)
+            z2 = _silu(z2, with_silu)
+            z3 = _silu(z3, with_silu)
         _store(y, t, C, N, inside, z0)
         _store(y, t + 1, C, N, inside, z1)
         _store(y, t + 2, C, N, inside, z2)
@@ -161,7 +161,7 @@ def _backward(
     first = tl.program_id(0) * TOKENS
     batch = tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    inside, active = c < C, c < silu_channels
+    inside, with_silu = c < C, c < silu_channels
     w0, w1, w2, w3 = _filters(weight + c, C, inside)
     x += batch * stride_b + c
     if PACKED:
@@ -171,24 +171,24 @@ def _backward(
     x0 = _token(x, first - 3, stride_n, N, inside)
     x1 = _token(x, first - 2, stride_n, N, inside)
     x2 = _token(x, first - 1, stride_n, N, inside)
-    x3 = _token(x, first, stride_n, N, inside)
-    x4 = _token(x, first + 1, stride_n, N, inside)
-    x5 = _token(x, first + 2, stride_n, N, inside)
     d0 = _token(dy, first, C, N, inside)
     d1 = _token(dy, first + 1, C, N, inside)
     d2 = _token(dy, first + 2, C, N, inside)
     if SILU:
-        r1, r2, r3 = _go_on(first_tokens, first - 2, N, PACKED)
-        r4, r5, r6 = _go_on(first_tokens, first + 1, N, PACKED)
-        d0 = _before_silu(d0, _sum(w0, w1, w2, w3, x0, x1, x2, x3, r1, r2, r3), active)
-        d1 = _before_silu(d1, _sum(w0, w1, w2, w3, x1, x2, x3, x4, r2, r3, r4), active)
-        d2 = _before_silu(d2, _sum(w0, w1, w2, w3, x2, x3, x4, x5, r3, r4, r5), active)
+        x3 = _token(x, first, stride_n, N, inside)
+        x4 = _token(x, first + 1, stride_n, N, inside)
+        x5 = _token(x, first + 2, stride_n, N, inside)
+        r1, r2, r3 = _three_follow(first_tokens, first - 2, N, PACKED)
+        r4, r5, r6 = _three_follow(first_tokens, first + 1, N, PACKED)
+        d0 = _silu_backward(d0, _weighted_sum(w0, w1, w2, w3, x0, x1, x2, x3, r1, r2, r3), with_silu)
+        d1 = _silu_backward(d1, _weighted_sum(w0, w1, w2, w3, x1, x2, x3, x4, r2, r3, r4), with_silu)
+        d2 = _silu_backward(d2, _weighted_sum(w0, w1, w2, w3, x2, x3, x4, x5, r3, r4, r5), with_silu)
     dw0 = tl.zeros([CHANNELS], tl.float32)
     dw1 = tl.zeros([CHANNELS], tl.float32)
     dw2 = tl.zeros([CHANNELS], tl.float32)
     dw3 = tl.zeros([CHANNELS], tl.float32)
     for t in range(first, tl.minimum(first + TOKENS, N), 4):
-        if not SILU:  # which alone needs tokens ahead
+        if not SILU:  # else they were read ahead, for z
             x3 = _token(x, t, stride_n, N, inside)
             x4 = _token(x, t + 1, stride_n, N, inside)
             x5 = _token(x, t + 2, stride_n, N, inside)
@@ -197,17 +197,17 @@ def _backward(
         d4 = _token(dy, t + 4, C, N, inside)
         d5 = _token(dy, t + 5, C, N, inside)
         d6 = _token(dy, t + 6, C, N, inside)
-        r1, r2, r3 = _go_on(first_tokens, t - 2, N, PACKED)
-        r4, r5, r6 = _go_on(first_tokens, t + 1, N, PACKED)
-        r7, r8, r9 = _go_on(first_tokens, t + 4, N, PACKED)
+        r1, r2, r3 = _three_follow(first_tokens, t - 2, N, PACKED)
+        r4, r5, r6 = _three_follow(first_tokens, t + 1, N, PACKED)
+        r7, r8, r9 = _three_follow(first_tokens, t + 4, N, PACKED)
         if SILU:
             x7 = _token(x, t + 4, stride_n, N, inside)
             x8 = _token(x, t + 5, stride_n, N, inside)
             x9 = _token(x, t + 6, stride_n, N, inside)
-            d3 = _before_silu(d3, _sum(w0, w1, w2, w3, x3, x4, x5, x6, r4, r5, r6), active)
-            d4 = _before_silu(d4, _sum(w0, w1, w2, w3, x4, x5, x6, x7, r5, r6, r7), active)
-            d5 = _before_silu(d5, _sum(w0, w1, w2, w3, x5, x6, x7, x8, r6, r7, r8), active)
-            d6 = _before_silu(d6, _sum(w0, w1, w2, w3, x6, x7, x8, x9, r7, r8, r9), active)
+            d3 = _silu_backward(d3, _weighted_sum(w0, w1, w2, w3, x3, x4, x5, x6, r4, r5, r6), with_silu)
+            d4 = _silu_backward(d4, _weighted_sum(w0, w1, w2, w3, x4, x5, x6, x7, r5, r6, r7), with_silu)
+            d5 = _silu_backward(d5, _weighted_sum(w0, w1, w2, w3, x5, x6, x7, x8, r6, r7, r8), with_silu)
+            d6 = _silu_backward(d6, _weighted_sum(w0, w1, w2, w3, x6, x7, x8, x9, r7, r8, r9), with_silu)
         _store(dx, t, C, N, inside, w3 * d0 + r4 * (w2 * d1 + r5 * (w1 * d2 + r6 * (w0 * d3))))
         _store(dx, t + 1, C, N, inside, w3 * d1 + r5 * (w2 * d2 + r6 * (w1 * d3 + r7 * (w0 * d4))))
         _store(dx, t + 2, C, N, inside, w3 * d2 + r6 * (w2 * d3 + r7 * (w1 * d4 + r8 * (w0 * d5))))
@@ -247,40 +247,41 @@ def _token(rows, t, stride, N, inside):
 
 
 @triton.jit
-def _go_on(first_tokens, t, N, PACKED: tl.constexpr):
-    """For tokens t to t + 2: 1.0 if one follows another of its sequence, 0.0 if it is the first."""
+def _three_follow(first_tokens, t, N, PACKED: tl.constexpr):
+    """`_follows` of tokens t to t + 2; 1.0 where sequences are not packed."""
     if PACKED:
         return (
-            _goes_on(first_tokens, t, N),
-            _goes_on(first_tokens, t + 1, N),
-            _goes_on(first_tokens, t + 2, N),
+            _follows(first_tokens, t, N),
+            _follows(first_tokens, t + 1, N),
+            _follows(first_tokens, t + 2, N),
         )
     else:
         return 1.0, 1.0, 1.0
 
 
 @triton.jit
-def _goes_on(first_tokens, t, N):
+def _follows(first_tokens, t, N):
+    """1.0 if token t follows another of its sequence, 0.0 if it is the first."""
     inside = (t > 0) & (t < N)
     return 1.0 - tl.load(first_tokens + t, mask=inside, other=True).to(tl.float32)
 
 
 @triton.jit
-def _sum(w0, w1, w2, w3, x0, x1, x2, x3, r1, r2, r3):
-    """The convolution at x3's token; ri: whether xi's token follows that of the one before it."""
+def _weighted_sum(w0, w1, w2, w3, x0, x1, x2, x3, r1, r2, r3):
+    """The convolution at x3's token; ri is `_follows` of xi's token."""
     return w3 * x3 + r3 * (w2 * x2 + r2 * (w1 * x1 + r1 * (w0 * x0)))
 
 
 @triton.jit
-def _silu(z, active):
-    return tl.where(active, z * tl.sigmoid(z), z)
+def _silu(z, with_silu):
+    return tl.where(with_silu, z * tl.sigmoid(z), z)
 
 
 @triton.jit
-def _before_silu(dy, z, active):
+def _silu_backward(dy, z, with_silu):
     """The gradient of z, given that of `_silu`."""
     s = tl.sigmoid(z)
-    return tl.where(active, dy * s * (1.0 + z * (1.0 - s)), dy)
+    return tl.where(with_silu, dy * s * (1.0 + z * (1.0 - s)), dy)
 
 
 @triton.jit
