@@ -68,9 +68,10 @@ class AnswerTokenizer(Tokenizer):
     @functools.cached_property
     def hash(self) -> str:
         """Of the tokenizer and of its chat template, if it has one, with the tokens that this names."""
-        named = self._named_tokens() | {"eos_token": ""}  # the end of a text is in the tokenizer's hash
-        told = {name: token for name, token in named.items() if token and name in (self._template or "")}
-        return hash_of([super().hash, self._template, *([told] if told else [])])
+        template, tokens = self._template or "", self._named_tokens()
+        tokens.pop("eos_token", None)  # the tokenizer's hash has it
+        named = {name: token for name, token in tokens.items() if token and name in template}
+        return hash_of([super().hash, self._template, *([named] if named else [])])
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         rows = [self.parts(json.loads(text)) for text in texts]

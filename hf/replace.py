@@ -39,7 +39,7 @@ _NEOX = "gpt_neox"
 class ReplacedAttention(AttentionLayer):
     """An `AttentionLayer` with the arguments and results of attention in transformers."""
 
-    stock: Any  # the configuration of the model that it is in
+    model_config: Any  # of the model that it is in
 
     def forward(  # type: ignore[override]
         self,
@@ -58,7 +58,7 @@ class ReplacedAttention(AttentionLayer):
         cu_seqlens, (B, N, _) = None, hidden_states.shape
         if attention_mask is not None:
             cu_seqlens = borders(_is_read(attention_mask).expand(B, N), position_ids)
-        elif "flash" in self.stock._attn_implementation:  # of others, no mask is no packing either
+        elif "flash" in self.model_config._attn_implementation:  # of others, no mask is no packing either
             cu_seqlens = packed_borders(position_ids, None, None, B, N)
         return super().forward(hidden_states, cu_seqlens), None
 
@@ -131,7 +131,7 @@ def _replace(model: PreTrainedModel) -> None:
         like = next(old.parameters())
         with like.device:
             layer = ReplacedAttention(config, layer_idx).to(like.dtype)
-        layer.stock = model.config
+        layer.model_config = model.config
         if not like.is_meta:
             layer.attn.load_state_dict(_projections(old, layer.attn, config), strict=False)
         setattr(block, name, layer.train(model.training))
