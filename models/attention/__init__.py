@@ -45,8 +45,9 @@ def with_options(cls: type[T]) -> type[T]:
 
 def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) -> str:
     """The attention and those of its options in `values` that are not at their defaults, as text:
-    `ours-gated + output_gate + softmax_every=4`, or `hybrid + value_residual`, as aliases are used. Of
-    several `softmax_every` that give the same layers it is an alias's, or else the smallest.
+    `ours-gated + output_gate + softmax_every=4`, or `hybrid + value_residual`: an alias of whose own options
+    at most one is at its default is used where that takes fewer words. Of several `softmax_every` that give
+    the same layers it is an alias's, or else the smallest.
 
     `parse_form` reads it, except for a list of layers that is no hybrid of `hybrid_layers`.
     """
@@ -58,13 +59,23 @@ def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) ->
     if not isinstance(attention, str) and (hybrid := find_hybrid(attention)):
         label, periods = hybrid
     every_words = [f"{SOFTMAX_EVERY}={every}" for every in periods]
-    words = [label, *(name if value is True else f"{name}={_text(value)}" for name, value in options.items())]
+    words = [label, *(_word(name, value) for name, value in options.items())]
+    shortest = [*words, *every_words[:1]]
     for alias, form in ALIASES.items():
-        own = form.split("+")
-        if set(own) <= {*words, *every_words}:
-            words = [alias, *(word for word in words if word not in own)]
-            every_words = [] if set(own) & set(every_words) else every_words
-    return " + ".join([*words, *every_words[:1]])
+        own_label, *own = form.split("+")
+        names = {word.partition("=")[0] for word in own} - {SOFTMAX_EVERY}
+        own_every = [word for word in own if word.startswith(SOFTMAX_EVERY)]
+        if own_label != label or not names <= declared.keys() or not set(own_every) <= set(every_words):
+            continue
+        undone = [_word(name, p.default) for name, p in declared.items() if name in names - options.keys()]
+        if len(undone) < 2:
+            others = [word for word in words[1:] if word not in own] + undone
+            shortest = min(shortest, [alias, *others, *([] if own_every else every_words[:1])], key=len)
+    return " + ".join(shortest)
+
+
+def _word(name: str, value: Any) -> str:
+    return name if value is True else f"{name}={_text(value)}"
 
 
 def _text(value: Any) -> str:

@@ -248,9 +248,12 @@ def test_the_recommended_form_by_its_name():
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_and_more_options(alias: str):
-    """Guards: ten words in tables, figures and names of runs for `hybrid-best+value_residual`."""
-    args = ModelArgs("pythia-70m", attention=f"{alias}+value_residual")
-    assert attention_form(args.attention, vars(args)) == f"{alias} + value_residual"
+    """Guards: ten words in tables, figures and names of runs for an alias with one option more or less."""
+    for options in ("value_residual", "gate_activation=silu", "gate_activation=silu + value_residual"):
+        args = ModelArgs("pythia-70m", attention=f"{alias} + {options}")
+        named = attention_form(args.attention, vars(args))
+        assert set(named.split(" + ")) == {alias, *options.split(" + ")}
+        assert ModelArgs("pythia-70m", attention=named) == args
 
 
 @pytest.mark.parametrize("n_layer", [2, 3, 4])
