@@ -59,12 +59,14 @@ def cells(table: Table) -> dict[str, list[str]]:
 
 
 def test_a_row_is_the_mean_of_its_seeds():
-    """One row a form, with the number of seeds; a form of one seed, or of another step, stays a run."""
+    """One row a form, with the number of seeds; a form of one seed, or of another step, number of tokens or
+    length, stays a run."""
     ours, softmax = answers(3, 40, 0), answers(2, 40, 1)
     results = [run("ours", i, bits) for i, bits in enumerate(ours)]
     results += [run("softmax", i, bits) for i, bits in enumerate(softmax)] + [run("gla", 0, ours[0])]
-    elsewhere = run("ours", 0, ours[0], path="elsewhere/ours-seed0")  # of another study
-    assert len(mean_scores([*results, elsewhere])) == 4
+    elsewhere = {"path": "elsewhere/ours-seed0"}  # of another study
+    for other in (elsewhere, {"step": 5}, {"tokens": 5}, {"seq_len": 5}):
+        assert len(mean_scores([*results, run("ours", 0, ours[0], **other)])) == 4
     means = mean_scores(results)
     assert [r.checkpoint.run for r in means] == ["ours", "softmax", "gla-seed0"]
     assert (means[0].seeds, means[2].seeds) == ([0, 1, 2], [0]) and mean_scores(means) == means
@@ -144,6 +146,7 @@ def test_paired_differences_are_of_the_same_questions():
     assert (found.mean, found.questions) == (2 / 8, 8) and found.interval[0] < 0 < found.interval[1]
     assert paired_difference(a, replace(b, prompts="q")) is None
     assert paired_difference(a, replace(b, correct={})) is None
+    assert paired_difference(*(replace(x, correct={"contains": x.correct["acc"]}) for x in (a, b))) == found
 
 
 def test_the_interval_is_the_bootstraps():
@@ -215,6 +218,7 @@ def test_the_paired_difference_of_losses():
     assert error == pytest.approx((paired**2 + of_seeds) ** 0.5)
     alone = mean_scores([runs[1], *runs[3:]])
     assert pair_with_softmax(alone[0], alone, key) == (ours[1], softmax[1])
+    assert document_differences(means[0].scores[key], softmax[0])[0][1] is None
     assert document_differences(ours[0], replace(softmax[0], prompts="q")) is None
     assert document_differences(replace(ours[0], per_document=None), softmax[0]) is None
 
