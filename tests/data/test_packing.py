@@ -28,9 +28,10 @@ def config(write_jsonl, texts, tokenizer_path, tmp_path) -> DataConfig:
     )
 
 
-def test_documents_are_whole_and_apart(config):
+def test_documents_are_whole_and_apart(config, monkeypatch):
     """Every pair of neighbours in a document is an input and its target once, in order within one of the
-    sequence's documents; no other place has a target."""
+    sequence's documents; no other place has a target. The stream has several record batches."""
+    monkeypatch.setattr("lingpt.data.stream.ROWS", 1000)
     dataset = prepare(config, progress=False)
     train, end = dataset.train, dataset.tokenizer.eos_id
     stream = train.stream(0, 10**9).tolist()
