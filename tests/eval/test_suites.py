@@ -82,6 +82,7 @@ def test_bits_per_byte_is_the_loss_over_the_bytes(lm, texts, tokenizer):
     left_out = [(sum(nats) - n) / (sum(size) - s) for n, s in zip(nats, size, strict=True)]
     jackknife = math.sqrt(5 / 6 * sum((x - sum(left_out) / 6) ** 2 for x in left_out))
     assert ratio(nats, size)[1] == pytest.approx(jackknife, rel=0.2)
+    assert metrics["bits_per_byte_stderr"] == pytest.approx(ratio(nats, size)[1] / math.log(2), rel=1e-3)
 
 
 def test_the_loss_by_position_goes_past_the_training_length(texts, tokenizer):
@@ -100,7 +101,9 @@ def test_the_loss_by_position_goes_past_the_training_length(texts, tokenizer):
     with torch.no_grad():
         logits = model(ids[:, :-1])
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-    assert groups[-1].loss == pytest.approx(losses[:, 64:].mean().item(), rel=1e-5)
+    each = losses[:, 64:].mean(1)
+    assert groups[-1].loss == pytest.approx(each.mean().item(), rel=1e-5)
+    assert groups[-1].stderr == pytest.approx(each.std(correction=1).item() / 3**0.5, rel=1e-3)
     assert found.metrics["loss_at_training_length"] == pytest.approx(losses[:, 16:32].mean().item(), rel=1e-5)
     counts = torch.bincount(ids[:, 1:].flatten()).double()
     assert found.unigram == pytest.approx(torch.distributions.Categorical(counts).entropy().item())
@@ -141,7 +144,7 @@ def test_the_loss_within_documents_is_that_of_each_alone(attention, tokenizer):
     ("lengths", "last"),
     [
         ([64] * 20 + [900], 64),  # one article alone reaches further
-        ([300] * 8 + [900], 256),  # eight reach 256
+        ([64] * 20 + [300] * 8 + [900], 256),  # eight reach 256, more than that 64
         ([32] * 50 + [70] * 3 + [130] * 2, 64),  # fewer than eight reach past 32: as far as all five do
         ([40] * 9 + [64], 32),  # past the training length, one document: not at all
         ([40], 32),
