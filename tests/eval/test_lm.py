@@ -73,12 +73,13 @@ def test_loglikelihood_is_hflms(ours, hflm):
     found = ours.loglikelihood(instances("loglikelihood", pairs()))
     assert [f[0] for f in found] == pytest.approx([e[0] for e in expected], abs=1e-4)
     assert [f[1] for f in found] == [e[1] for e in expected]
+    ours._loglikelihood_tokens([(None, [1] * BLOCK_SIZE, [2])])  # which just fits
     assert ours.cut_prompts == 2
     assert len({round(f[0], 3) for f in found}) > 20  # random weights do tell the pairs apart
 
 
 def test_greedy_flags(ours, hflm):
-    """A continuation that greedy decoding gives is flagged, one with another last token is not."""
+    """A continuation that greedy decoding gives is flagged, one with another first or last token is not."""
     text = hflm.generate_until(
         instances("generate_until", [("the sun warms", {"until": [], "max_gen_toks": 4})]), disable_tqdm=True
     )[0]
@@ -88,12 +89,14 @@ def test_greedy_flags(ours, hflm):
     best = tokens[-4:]
     assert text == ours.text_tokenizer.decode(best)
     other = [*best[:-1], (best[-1] + 1) % 320]
-    request = [(None, tokens[:-4], best), (None, tokens[:-4], other)]
+    begins = [(best[0] + 1) % 320]
+    begins.append(int(ours.model(torch.tensor([tokens[:-4] + begins]))[0, -1].argmax()))
+    request = [(None, tokens[:-4], continuation) for continuation in (best, other, begins)]
     found, expected = (
         ours._loglikelihood_tokens(request),
         hflm._loglikelihood_tokens(request, disable_tqdm=True),
     )
-    assert [flag for _, flag in found] == [flag for _, flag in expected] == [True, False]
+    assert [flag for _, flag in found] == [flag for _, flag in expected] == [True, False, False]
 
 
 def test_rolling_is_hflms(ours, hflm):
