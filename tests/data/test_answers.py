@@ -214,8 +214,13 @@ def test_what_does_not_go_together_gets_one_line(chat, tokenizer, tmp_path):
         (chat / "tokenizer_config.json").write_text(json.dumps(settings))
         with pytest.raises(UserError, match=rf"fails \({why}.*\) on the conversation that begins 'Be"):
             prepare(config(ROWS, chat), progress=False)
-    rewrites = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": rewrites}
-    (chat / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="changes earlier messages"):
-        prepare(config(ROWS, chat), progress=False)
+    for message, then in (
+        ("{{ loop.length }}{{ m.content }}", ""),
+        ("{{ m.content }}{% if loop.last and m.role == 'assistant' %} a thought{% endif %}", ""),
+        ("{{ m.content }}", "{% if add_generation_prompt %} a thought{% endif %}"),
+    ):
+        rewrites = f"{{% for m in messages %}}{message}{{% endfor %}}{then}"
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": rewrites}
+        (chat / "tokenizer_config.json").write_text(json.dumps(settings))
+        with pytest.raises(UserError, match="changes earlier messages"):
+            prepare(config(ROWS, chat), progress=False)

@@ -11,7 +11,7 @@ from torch import nn
 
 from lingpt.common.errors import UserError
 from lingpt.models import GPT, Config, ModelArgs
-from lingpt.train import TrainConfig
+from lingpt.train import Recipe, TrainConfig
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.planning.machine import choose_machine
 from lingpt.train.start import check_recipe
@@ -44,6 +44,7 @@ def test_warm_up_stable_decay_can_be_extended():
     rates = [learning_rates(config, 1000)(step) for step in range(1000)]
     assert math.isclose(rates[0], 1e-5) and rates[99:800] == [1e-3] * 701 and math.isclose(rates[-1], 5e-5)
     assert all(a > b for a, b in pairwise(rates[799:]))
+    assert Recipe(train=replace(config, max_steps=1000)).decay_start == 800  # where a checkpoint is kept
     longer = [learning_rates(config, 3000)(step) for step in range(3000)]
     assert longer[:800] == rates[:800] and math.isclose(longer[-1], 5e-5)
     config.decay_steps = None
