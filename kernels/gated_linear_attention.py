@@ -104,6 +104,8 @@ def gated_linear_attention_with_state(
     _check(q, k, v, log_gate, initial_state, cu_seqlens)
     if scale is not None and not isinstance(scale, NUMBERS):
         raise UserError(f"scale must be a number; got {shown(scale)}")
+    if context is not None and initial_state is not None:
+        raise UserError("context needs no initial_state: the pieces before this one make it")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None:
         first = first_tokens(cu_seqlens, *q.shape[:2])

@@ -269,6 +269,10 @@ WRONG = {
         lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, initial_state=s.float()),
         "initial_state",
     ),
+    "state and context": (
+        lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, initial_state=s, context=object()),
+        "context needs no initial_state",
+    ),
     "backend": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="gpu"), "unknown backend"),
     "cuda on a CPU": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="cuda"), "on cpu"),
     "fla on a CPU": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="fla"), "fla"),

@@ -512,6 +512,14 @@ WRONG = {
         r"\.n",
     ),
     "state's length": (lambda q, k, v: linear_attention(q, k, v, initial_state=state()[:3]), "initial_state"),
+    "state and context": (
+        lambda q, k, v: linear_attention(q, k, v, initial_state=state(), context=object()),
+        "context needs",
+    ),
+    "not causal, with a context": (
+        lambda q, k, v: linear_attention(q, k, v, causal=False, context=object()),
+        "context needs",
+    ),
     "state that is none": (lambda q, k, v: linear_attention(q, k, v, initial_state=5), "initial_state"),
     "qkv's shape": (lambda q, k, v: linear_attention_qkv(q, *rope()), "qkv must be"),
     "no room for gates": (
