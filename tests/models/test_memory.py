@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lingpt.common.errors import UserError
+from lingpt.kernels.context_parallel import Context
 from lingpt.models import GPT, Config, memory_estimate
 from lingpt.models.attention.unified import FORMS
 
@@ -168,6 +169,45 @@ def test_shards_that_are_gathered_once_a_step_take_more():
     assert once["optimizer"] == always["optimizer"]
     one = [estimate(gathers_once=gathers, accumulates=False)["gradients"] for gathers in (True, False)]
     assert one[0] == one[1], "divided while the activations go"
+
+
+class Counting(Context):
+    """Collectives that send nothing, and note how many 16-bit elements they would have sent to each rank."""
+
+    def gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        sent.append(x.nbytes // 2)
+        return x.new_zeros(self.size, *x.shape)
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        sent.append(x.nbytes // 2 // self.size)
+        return x
+
+
+sent: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        ("ours", {"short_conv": True}),
+        ("ours-gated", {}),
+        ("gla", {"short_conv": True}),
+        ("softmax", {}),
+        ("softmax", {"softmax_conv": True, "softmax_window": 8}),
+    ],
+)
+def test_what_is_sent_is_counted(small, attention, options):
+    """Guards: memory and time of context parallelism for which nothing is sent, or the whole sequence is."""
+    model, B, N = small(attention, n_layer=1, **options).bfloat16(), 2, 16
+    layer = model.blocks[0].attn
+    layer.context = Counting(None, 1, 4)
+    sent.clear()
+    layer(torch.zeros(B, N, 64).bfloat16(), model.cos[:N], model.sin[:N])
+    assert sum(sent) == B * layer.sent_elements(N, 4)
+    whole, pieces = (
+        memory_estimate(model, B, N, "bf16-true", context_parallel=n)["activations"] for n in (1, 4)
+    )
+    assert pieces - whole == 4 * 2 * sum(sent)
 
 
 def test_mistakes_are_one_line():
