@@ -54,6 +54,31 @@ def test_positive_features_stay_positive():
         assert (FORMS[form].features(x.bfloat16()) > 0).all()
 
 
+def test_gates_of_an_input():
+    """Guards: a gate, its cap, or what scales k, wrong where the input is not 0; in the papers' words."""
+    z, k = 9 * torch.randn(5, 2, 4, dtype=torch.float64), torch.randn(5, 4, 3, dtype=torch.float64)
+    bias = torch.randn(2, 4, dtype=torch.float64)
+    forget, write = (z + bias).sigmoid()[:, 0], 15 * ((z + bias)[:, 1] / 15).tanh()
+    step = (1 + (z + bias)[:, 0].exp()).log()
+    f = forget[..., None]  # as if it were of one channel
+    expected = {
+        "gated-retention": (k, forget.pow(1 / 16)),
+        "mamba2": (k * step[..., None], (-step * bias[1].exp()).exp()),
+        "mlstm": (k * write.exp()[..., None], forget),
+        "hgrn2": (1 - f, f),
+        "rwkv6": (k, (-f / (1 - f)).exp()),
+        "gateloop": (k, f),
+    }
+    assert expected.keys() == {name for name, form in FORMS.items() if form.gates}
+    for name, found in expected.items():
+        form, per_channel = FORMS[name], found[1].dim() == 3
+        gates, start = (z, bias) if name == "mlstm" else (z[:, :1], bias if name == "mamba2" else bias[:1])
+        got = (
+            form.gates(gates[..., None], k, start[..., None]) if per_channel else form.gates(gates, k, start)
+        )
+        torch.testing.assert_close((got[0], got[1].exp()), found)
+
+
 def gates(small, form):
     layer = small("unified", form=form).blocks[0].attn
     _, k, _, left = layer.recurrence(torch.zeros(1, 1, 64), torch.ones(1, 4), torch.zeros(1, 4), None, None)
