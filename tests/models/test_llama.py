@@ -60,6 +60,13 @@ def test_softmax_has_transformers_logits_in_and_out(theirs, tokens, tmp_path):
         assert torch.equal(again.state_dict()[name], tensor), name
     linear = GPT(dataclasses.replace(model.config, attention="ours-gated"))
     linear.init_weights(0)
+    values = json.loads((tmp_path / "in/config.json").read_text())
+    rope = values.pop("rope_parameters")  # two keys in transformers 4, and none for what is the default
+    values |= {} if (base := rope.pop("rope_theta")) == 10000.0 else {"rope_theta": base}
+    values |= {} if rope["rope_type"] == "default" else {"rope_scaling": rope}
+    del values["rms_norm_eps"]
+    (tmp_path / "in/config.json").write_text(json.dumps(values))
+    assert load_model(tmp_path / "in").config == model.config
     report = load_weights(linear, tmp_path / "in")
     assert report.unused == [] and all("decay" in name for name in report.new)
     assert torch.equal(linear.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
