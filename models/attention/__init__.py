@@ -63,11 +63,13 @@ def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) ->
     shortest = [*words, *every_words[:1]]
     for alias, form in ALIASES.items():
         own_label, *own = form.split("+")
-        names = {word.partition("=")[0] for word in own} - {SOFTMAX_EVERY}
+        own_names = {word.partition("=")[0] for word in own} - {SOFTMAX_EVERY}
         own_every = [word for word in own if word.startswith(SOFTMAX_EVERY)]
-        if own_label != label or not names <= declared.keys() or not set(own_every) <= set(every_words):
+        if own_label != label or not own_names <= declared.keys() or not set(own_every) <= set(every_words):
             continue
-        undone = [_word(name, p.default) for name, p in declared.items() if name in names - options.keys()]
+        undone = [
+            _word(name, p.default) for name, p in declared.items() if name in own_names - options.keys()
+        ]
         if len(undone) < 2:
             others = [word for word in words[1:] if word not in own] + undone
             shortest = min(shortest, [alias, *others, *([] if own_every else every_words[:1])], key=len)
