@@ -67,9 +67,7 @@ def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) ->
         own_every = [word for word in own if word.startswith(SOFTMAX_EVERY)]
         if own_label != label or not own_names <= declared.keys() or not set(own_every) <= set(every_words):
             continue
-        undone = [
-            _word(name, p.default) for name, p in declared.items() if name in own_names - options.keys()
-        ]
+        undone = [_word(n, p.default) for n, p in declared.items() if n in own_names - options.keys()]
         if len(undone) < 2:
             others = [word for word in words[1:] if word not in own] + undone
             shortest = min(shortest, [alias, *others, *([] if own_every else every_words[:1])], key=len)
