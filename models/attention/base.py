@@ -247,14 +247,13 @@ class QKVAttention(Attention):
             return rows
         return apply_short_conv(rows, self.conv, state, cu_seqlens, silu=self.conv_silu, context=self.context)
 
-    def split_heads(self, rows_BNW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k together `[B, N, H + G, D]`, after their norms if they have some, and v `[B, N, G, D]`."""
+    def split_heads(self, rows_BNW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q `[B, N, H, D]`, k and v `[B, N, G, D]`; q and k after their norms, if they have some."""
         H, G = self.config.n_head, self.config.n_query_groups
-        qk, v = rows_BNW.unflatten(2, (-1, self.config.head_size)).split((H + G, G), dim=2)
+        q, k, v = rows_BNW.unflatten(2, (-1, self.config.head_size)).split((H, G, G), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((H, G), dim=2)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2).to(v.dtype)
-        return qk, v
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        return q, k, v
 
     def gate_and_project(self, o_BNHD: torch.Tensor, x_BNC: torch.Tensor) -> torch.Tensor:
         """The layer's output `[B, N, C]` from the heads' outputs o and the layer's input x: `W_O o`.

@@ -218,8 +218,7 @@ class OursAttention(QKVAttention):
         if self.is_packed:
             qkv = rows.unflatten(2, (3, H, D))
         else:
-            qk, v = self.split_heads(rows)
-            q, k = qk.split((H, G), dim=2)
+            q, k, v = self.split_heads(rows)
             k, v = (t.unsqueeze(3).expand(-1, -1, -1, H // G, -1) for t in (k, v))
             qkv = torch.stack((q.unflatten(2, (G, -1)), k, v), dim=2).flatten(3, 4)
         if self.input_gate is None:

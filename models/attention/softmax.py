@@ -219,10 +219,9 @@ class SoftmaxAttention(QKVAttention):
         cu_seqlens: torch.Tensor | None = None,
         values_BNV: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        H, G = self.config.n_head, self.config.n_query_groups
         qkv = self.mix_and_convolve(self.qkv(x_BNC), values_BNV, state, cu_seqlens)
-        qk, v = self.split_heads(qkv)
-        q, k = apply_rope(qk, cos_NR, sin_NR).split((H, G), dim=2)
+        q, k, v = self.split_heads(qkv)
+        q, k = apply_rope(q, cos_NR, sin_NR), apply_rope(k, cos_NR, sin_NR)
         if self.context is None or state is not None:
             o = self._attend(q, k, v, state, cu_seqlens)
         else:

@@ -194,10 +194,10 @@ class UnifiedAttention(QKVAttention):
         rows = self.qkv(x_BNC)
         if self.conv is not None:
             rows = apply_short_conv(rows, self.conv, state, cu_seqlens, silu=True)
-        qk, v = self.split_heads(rows)
+        q, k, v = self.split_heads(rows)
         if self.form.rope:
-            qk = apply_rope(qk, cos_NR, sin_NR)
-        q, k = self.form.features(qk).split((H, G), dim=2)
+            q, k = apply_rope(q, cos_NR, sin_NR), apply_rope(k, cos_NR, sin_NR)
+        q, k = self.form.features(q), self.form.features(k)
         k, v = (t.repeat_interleave(H // G, dim=2) for t in (k, v))
         left = x_BNC.new_zeros(*x_BNC.shape[:2], H, dtype=state_dtype(x_BNC.dtype))
         if self.decay_proj is not None and self.form.gates is not None:
