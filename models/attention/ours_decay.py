@@ -18,3 +18,8 @@ def log_decay(n_head: int) -> torch.Tensor:
     """`ln γ_h`, `[H]` in fp32, computed in fp64, as γ may be within 2⁻¹³ of 1."""
     head = torch.arange(n_head, dtype=torch.float64, device="cpu")
     return torch.log1p(-torch.exp2(-5.0 - 8.0 * head / n_head)).float()
+
+
+def logit(log_p: torch.Tensor) -> torch.Tensor:
+    """The logit of p in fp32, given ln p in fp64."""
+    return (log_p - torch.log(-torch.expm1(log_p))).float()

@@ -17,7 +17,7 @@ from lingpt.kernels.linear_attention.call import logarithm_of_gate
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import RecurrentState, gate_values, is_plain_linear
 from lingpt.models.attention.ours import OursAttention
-from lingpt.models.attention.ours_decay import log_decay
+from lingpt.models.attention.ours_decay import log_decay, logit
 
 CACHE_LINE = 64  # 16-bit numbers
 
@@ -101,5 +101,4 @@ class OursGatedAttention(OursAttention):
 
 def decay_bias(n_head: int) -> torch.Tensor:
     """`ln(γ_h / (1 − γ_h))`, `[H]` in fp32, with RetNet's γ_h."""
-    log_gamma = log_decay(n_head).double()
-    return (log_gamma - torch.log(-torch.expm1(log_gamma))).float()
+    return logit(log_decay(n_head).double())

@@ -22,7 +22,7 @@ from lingpt.kernels.numerics import first_tokens, state_dtype
 from lingpt.kernels.unified_linear_attention import choose, unified_linear_attention_with_state
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import QKVAttention, RecurrentState
-from lingpt.models.attention.ours_decay import log_decay
+from lingpt.models.attention.ours_decay import log_decay, logit
 from lingpt.models.attention.short_conv import SHORT_CONV, apply_short_conv, identity_filter
 from lingpt.models.attention.softmax import apply_rope
 
@@ -60,17 +60,13 @@ class Form:
 
 def _per_head(H: int, D: int) -> Tensor:
     """The logits of RetNet's decays, to the power that the temperature undoes."""
-    return _logit(log_decay(H).double() * TEMPERATURE)[None]
+    return logit(log_decay(H).double() * TEMPERATURE)[None]
 
 
 def _per_channel(H: int, D: int) -> Tensor:
     """Decays of 1 − 2^−1 … 1 − 2^−10, over the channels of each head."""
     log_alpha = torch.log1p(-torch.exp2(-torch.linspace(1, 10, D, dtype=torch.float64)))
-    return _logit(log_alpha).expand(1, H, D).clone()
-
-
-def _logit(log_alpha: Tensor) -> Tensor:
-    return (log_alpha - torch.log(-torch.expm1(log_alpha))).float()
+    return logit(log_alpha).expand(1, H, D).clone()
 
 
 def _rwkv(H: int, D: int) -> Tensor:
