@@ -28,7 +28,7 @@ from lingpt.common.errors import INTERRUPTED, Interrupted, UserError, nearest
 from lingpt.common.files import DISK_ERRORS, disk_fix
 from lingpt.common.install import install_command, installed_version
 from lingpt.common.local_rank import local_rank
-from lingpt.common.parent import STOP_SIGNALS, end_with_parent
+from lingpt.common.parent import STOP_SIGNALS, end_with_parent, signals_to
 
 VERBS = {  # verb: (module, what it does)
     "train": ("lingpt.cli.train", "train a model, or resume a run"),
@@ -115,15 +115,9 @@ def _signals_interrupt(received: list[int]) -> Iterator[None]:
         raise Interrupted(number)
 
     here = threading.current_thread() is threading.main_thread()
-    handlers = {n: signal.getsignal(n) for n in STOP_SIGNALS if here}
-    handlers = {n: x for n, x in handlers.items() if x in (signal.SIG_DFL, signal.default_int_handler)}
-    try:
-        for number in handlers:
-            signal.signal(number, interrupt)
+    kills = (signal.SIG_DFL, signal.default_int_handler)
+    with signals_to(interrupt, [n for n in STOP_SIGNALS if here and signal.getsignal(n) in kills]):
         yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _dispatch(argv: list[str]) -> int:

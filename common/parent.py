@@ -1,16 +1,31 @@
-"""Lets a child process end with the one that started it, and take no signal before it can."""
+"""Signals: who takes them meanwhile; and a child process that ends with the one that started it, and takes
+none before it can."""
 
 import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 
 # Ctrl-C; what schedulers send before they kill (such as SLURM's --signal=USR1); and a closed terminal.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PARENT = "LINGPT_PARENT"  # in a child's environment, the process that it ends with
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+@contextlib.contextmanager
+def signals_to(handler: Callable[[int, FrameType | None], object], numbers: Iterable[int]) -> Iterator[None]:
+    """In the block `handler` takes these signals, and after it who took them before."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def ends_with_this_process() -> dict[str, str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from lingpt.common.errors import UserError
-from lingpt.common.parent import ends_with_this_process
+from lingpt.common.parent import ends_with_this_process, signals_to
 
 COMMAND = (sys.executable, "-P", "-m", "lingpt.cli.main")
 POLL, STATUS = 0.2, 60.0  # seconds between polls, and between status lines
@@ -222,12 +222,9 @@ def _signals_held() -> Iterator[None]:
     numbers: list[int] = [*signal.valid_signals()] if here else []
     handlers = {n: handler for n in numbers if callable(handler := signal.getsignal(n))}
     try:
-        for number in handlers:
-            signal.signal(number, lambda *signalled: came.append(signalled))
-        yield
+        with signals_to(lambda *signalled: came.append(signalled), handlers):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         for number, frame in came:
             handlers[number](number, frame)
 

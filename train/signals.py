@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from lingpt.common.parent import STOP_SIGNALS
+from lingpt.common.parent import STOP_SIGNALS, signals_to
 from lingpt.train.console import print_rank0
 
 SAME_REQUEST = 1.0  # seconds: a launcher forwards a signal that the terminal has already sent to all
@@ -41,8 +41,6 @@ def stop_signals() -> Iterator[Stop]:
     as in background jobs of shell scripts and with nohup.
     """
     stop, since = Stop(), 0.0
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    handlers = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal since
@@ -58,13 +56,8 @@ def stop_signals() -> Iterator[Stop]:
                     "stopping: the step is finished and saved first; Ctrl-C once more to leave at once"
                 )
 
-    try:
-        for number in handlers:
-            signal.signal(number, request)
+    with signals_to(request, [n for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]):
         yield stop
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def leave_closed_terminal() -> None:
