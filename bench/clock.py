@@ -51,8 +51,8 @@ class Clock:
     ) -> float:
         return statistics.median(self.time(work, before, repeats))
 
-    def copy_bandwidth(self, size: int = 1 << 30) -> float:
-        """Bytes per second of a large copy, read plus written: the memory bandwidth available now."""
+    def copy_bandwidth(self, size: int) -> float:
+        """Bytes per second of copying `size` bytes, read plus written: the memory bandwidth available now."""
         source = torch.randint(0, 127, (size,), dtype=torch.int8, device=self.device)
         target = torch.empty_like(source)
         self.time(lambda: target.copy_(source), repeats=3)

@@ -354,7 +354,7 @@ def open_corpus(
     return replace(corpus, content_hash=content_hash, val=val.train, rule=rule)
 
 
-def validation_corpus(source: str, cache_dir: Path | None = None, text_key: str = TEXT_KEY) -> Corpus:
+def validation_corpus(source: str, cache_dir: Path | None, text_key: str) -> Corpus:
     """What `source` has to validate on, as the only split: the validation split of a data set that has one,
     else all of it. Raises `UserError`."""
     if is_path(source):

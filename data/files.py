@@ -57,9 +57,7 @@ def files_corpus(
     return Corpus(source, content_hash, *splits, rule, left_out=_names(others))
 
 
-def whole_corpus(
-    source: str, named: Iterable[str] = (), cache_dir: Path | None = None, text_key: str = TEXT_KEY
-) -> Corpus:
+def whole_corpus(source: str, named: Iterable[str], cache_dir: Path | None, text_key: str) -> Corpus:
     """All documents of the files that `source` names, whatever the words in their names."""
     files = find_files(source, named)
     hashes = str(_hashes(files, cache_dir, text_key))

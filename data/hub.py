@@ -137,7 +137,7 @@ def is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def saved_corpus(source: str, text_key: str = TEXT_KEY, cache_dir: Path | None = None) -> Corpus:
+def saved_corpus(source: str, text_key: str, cache_dir: Path | None) -> Corpus:
     """The data set that `save_to_disk` has written to the folder `source`, with splits as those of a hub's.
 
     The files' hashes are cached in `cache_dir`, if given. Raises UserError.

@@ -126,7 +126,7 @@ class Tokenizer:
         return _from_string, (self.raw.to_str(), self.name, self.end_token)
 
 
-def _from_string(text: str, name: str, end_token: str | None = None, folder: Path | None = None) -> Tokenizer:
+def _from_string(text: str, name: str, end_token: str | None, folder: Path | None = None) -> Tokenizer:
     """The tokenizer of a tokenizer.json, without its settings that cut texts off or pad them. folder: where
     its configs are."""
     raw = tokenizers.Tokenizer.from_str(text)

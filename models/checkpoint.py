@@ -84,7 +84,7 @@ def model_from_tensors(
     config: Config,
     tensors: dict[str, torch.Tensor],
     source: str,
-    device: torch.device | str = "cpu",
+    device: torch.device | str,
     dtype: torch.dtype | None = None,
 ) -> GPT:
     """A model with these tensors; UserError, naming `source`, if they do not match it exactly."""

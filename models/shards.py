@@ -66,7 +66,7 @@ def read_shards(folder: Path, into: dict[str, torch.Tensor]) -> None:
 
 
 def read_sharded_weights(
-    folder: Path, device: torch.device | str = "cpu"
+    folder: Path, device: torch.device | str
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The model's weights, unsharded, and the metadata of the folder."""
     metadata = shards_metadata(folder)

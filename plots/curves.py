@@ -180,9 +180,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return seeds or runs or [folder]
 
 
-def read_curves(
-    run_folders: Sequence[str | Path], form_of: Form = without_options, val: str | None = None
-) -> list[Curve]:
+def read_curves(run_folders: Sequence[str | Path], form_of: Form, val: str | None) -> list[Curve]:
     """The curves of the runs that have losses; the others are named on stderr. UserError if none has."""
     if not run_folders:
         raise UserError("no runs to draw: name their folders, such as runs/demo-ours runs/demo-softmax")

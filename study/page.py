@@ -29,8 +29,8 @@ def write_page(
     folder: Path,
     rate_runs: Sequence[StudyRun],
     runs: Sequence[StudyRun],
-    failures: Sequence[Failure] = (),
-    scored: bool = True,
+    failures: Sequence[Failure],
+    scored: bool,
 ) -> Path:
     """Writes tables, figures and README.md into the study's folder; returns the page's path. What is not in
     the tables, and why, is on the page and printed, except `failures`, which the command prints itself.

@@ -15,7 +15,7 @@ _TRAIN_AGAIN = "its checkpoint is not here or not whole: remove the folder of th
 
 
 def read_scores(
-    study: Study, done: Sequence[StudyRun], softmax: str | None, expected: bool = True
+    study: Study, done: Sequence[StudyRun], softmax: str | None, expected: bool
 ) -> tuple[list[Result], list[str]]:
     """The scores of each run's last step, as `lingpt eval` wrote them; and what is missing: runs without
     scores, or with some that cannot be read, and tasks that no run has a score of.

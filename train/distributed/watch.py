@@ -114,7 +114,7 @@ class Watch:
         for child in self.children:
             child.kill()
 
-    def leave(self, line: str = "") -> None:
+    def leave(self, line: str) -> None:
         """Prints `line` (`report_once`) and ends this process, after giving its parent time to say why.
 
         torchrun sends SIGTERM as soon as another process has died: this process then ends at once, and the
