@@ -12,8 +12,7 @@ Notable:
 - CUDA graphs are captured before the first of them
 - an export decodes by transformers' `generate`, on request: the same network as `lingpt.hf` has it, a prompt
   that is read before, eager steps, the draw and whatever else that function does for a token
-- one model is in memory at a time; a configuration that does not fit, or fails, becomes a row with the
-  reason, and the results are written after every row
+- one model is in memory at a time
 """
 
 import functools

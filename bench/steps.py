@@ -7,11 +7,10 @@ zeros, which a card multiplies faster than other numbers; `identity-dense` uses 
 many bytes.
 
 Notable:
-- at each shape the attentions take turns, in rounds: ratios are taken within a round, and a bad minute does
-  not affect one of them only; later rounds reuse what the first one compiled
+- at each shape the attentions take turns, in rounds (results.py); later rounds reuse what the first one
+  compiled
 - one model is in memory at a time; all attentions of a shape have the same micro-batch size, and activation
   checkpointing if all of them need it
-- an attention that fails becomes a row with the reason, and the results are written after every turn
 """
 
 import functools
