@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -294,23 +294,23 @@ def _states(K: Tensor, V: Tensor, G: Tensor, initial: Tensor | None) -> tuple[Te
     """The state before each chunk [B, H, chunks, Dk, Dv], and after the last."""
     last = G[..., -1:, :]
     sums, whole = (K * _fade(last - G, K)).mT @ V, _fade(last, K).mT  # [.., Dk, Dv], [.., Dk, 1]
-    state = torch.zeros_like(sums[:, :, :1].sum(2)) if initial is None else initial.clone()
-    for chunk in range(sums.shape[2]):
-        own = sums[:, :, chunk].clone()
-        sums[:, :, chunk] = state
-        state = own + whole[:, :, chunk] * state
-    return sums, state
+    return _carry(sums, whole, initial, range(sums.shape[2]))
 
 
 def _adjoints(Q: Tensor, dO: Tensor, G: Tensor, dfinal: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradient of the state after each chunk, and that of the initial state."""
     sums, whole = (Q * _fade(G, Q)).mT @ dO, _fade(G[..., -1:, :], Q).mT
-    adjoint = torch.zeros_like(sums[:, :, :1].sum(2)) if dfinal is None else dfinal.clone()
-    for chunk in reversed(range(sums.shape[2])):
+    return _carry(sums, whole, dfinal, reversed(range(sums.shape[2])))
+
+
+def _carry(sums: Tensor, whole: Tensor, state: Tensor | None, chunks: Iterable[int]) -> tuple[Tensor, Tensor]:
+    """`sums` with what has come before each chunk, in this order, in the place of its own sum; and all."""
+    state = torch.zeros_like(sums[:, :, :1].sum(2)) if state is None else state.clone()
+    for chunk in chunks:
         own = sums[:, :, chunk].clone()
-        sums[:, :, chunk] = adjoint
-        adjoint = own + whole[:, :, chunk] * adjoint
-    return sums, adjoint
+        sums[:, :, chunk] = state
+        state = own + whole[:, :, chunk] * state
+    return sums, state
 
 
 def _scores_backward(dA: Tensor, Q: Tensor, K: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
