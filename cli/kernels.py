@@ -1,6 +1,5 @@
 """`lingpt kernels list|compile|test|release-check`: the CUDA kernels, here and for other cards."""
 
-import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_bytes
+from lingpt.common.files import read_json_object
 from lingpt.common.options import Option
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def _release_check(options: Options) -> None:
     if reason := staleness(Path(options.record)):
         print(f"lingpt: {reason}", file=sys.stderr)
         sys.exit(1)
-    record = json.loads(Path(options.record).read_text())
+    record = read_json_object(Path(options.record))
     counts = ", ".join(f"{record.get(word, 0)} {word}" for word in ("passed", "skipped"))
     print(f"the record of the GPU tests is that of this source: {counts}")
 
@@ -152,10 +151,10 @@ def staleness(path: Path, current: str | None = None) -> str | None:
     try:
         if not path.exists():
             return f"no GPU record at {path}: {RUN_THEM}"
-        record = json.loads(read_bytes(path))
+        record = read_json_object(path)
         recorded, passed, failed = (record[key] for key in ("source_hash", "passed", "failed"))
         selected = record.get("selected")
-    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (UserError, OSError, KeyError):
         return f"unreadable GPU record {path}: {RUN_THEM}"
     if recorded != current:
         return f"stale GPU record (kernels {recorded}, the tree has {current}): {RUN_THEM}"

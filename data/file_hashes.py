@@ -9,7 +9,6 @@ not cached: it could change once more within the clock's resolution.
 
 import contextlib
 import hashlib
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_errors, read_json_object, write_text
+from lingpt.common.files import read_errors, read_json_object, write_json
 
 NAME = "file-hashes.json"
 SETTLED = 2.0  # seconds: file systems keep times to 2 s at the coarsest (FAT)
@@ -55,7 +54,7 @@ def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
     if cache_dir and new:
         kept = {name: entry for name, entry in known.items() if not _is_gone(name)}
         with contextlib.suppress(OSError):
-            write_text(cache_dir / NAME, json.dumps(kept | new, indent=0))
+            write_json(cache_dir / NAME, kept | new, indent=0)
     return hashes
 
 
