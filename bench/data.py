@@ -16,6 +16,7 @@ from pathlib import Path
 import tokenizers
 import torch
 
+from lingpt.common.devices import available_cores
 from lingpt.common.errors import UserError
 from lingpt.data.batches import BatchSampler, Prefetcher
 from lingpt.data.cache import TokenCache, token_cache
@@ -23,7 +24,6 @@ from lingpt.data.corpus import Corpus, Document, Split
 from lingpt.data.dataset import open_corpus
 from lingpt.data.parquet import read_parquet
 from lingpt.data.tokenizer import Tokenizer
-from lingpt.data.tokens import available_cores
 
 
 def measure(source: str, tokenizer: Tokenizer, max_bytes: int, repeats: int) -> dict:
@@ -86,8 +86,9 @@ def _parquet(texts: list[str], repeats: int) -> tuple[float, float]:
     return min(bare), min(ours)
 
 
-def _loader(cache: TokenCache, seq_len: int = 256, sequences: int = 64, steps: int = 1000) -> float:
+def _loader(cache: TokenCache) -> float:
     """Tokens a second of the micro-batches of a training run; longer sequences are faster."""
+    seq_len, sequences, steps = 256, 64, 1000
     sampler = BatchSampler(cache.blocks("train", seq_len), seed=0, global_batch_size=sequences)
     batches = Prefetcher(sampler, [range(sequences)], torch.device("cpu"))
     seconds, _ = _seconds(lambda: [batches.get(step, 0) for step in range(steps)])

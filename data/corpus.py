@@ -28,7 +28,7 @@ class Split:
     """Documents in a fixed order; `read` starts again on every call."""
 
     read: Callable[[], Iterator[Document]]
-    total: int | None  # in `unit`, for the progress bar
+    total: int  # in `unit`, for the progress bar
     unit: str
 
 

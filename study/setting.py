@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lingpt.common.arguments import as_word
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object
 from lingpt.common.format import scaled_count
+from lingpt.common.options import as_word
 from lingpt.common.run_folder import ENVIRONMENT
 from lingpt.plots.curves import hardware_label
 from lingpt.study.config import Study

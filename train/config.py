@@ -293,7 +293,7 @@ def check(recipe: Recipe, world_size: int) -> None:
             "give --train.schedule wsd"
         )
     longest_decay = max(1, recipe.total_steps - warmup_steps(t, recipe.total_steps))
-    if t.decay_steps is not None and not 1 <= t.decay_steps <= longest_decay:
+    if t.decay_steps is not None and t.decay_steps > longest_decay:
         bound = f"1 to {longest_decay}, the steps after the warm-up"
         raise UserError(f"train.decay_steps is {t.decay_steps}; it must be {bound}")
     if t.eval_tokens and t.eval_tokens < recipe.data.seq_len:
