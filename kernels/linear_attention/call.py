@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lingpt.kernels.numerics import B_SHRINK, first_tokens, state_dtype
+from lingpt.kernels.numerics import B_SHRINK, first_tokens, rotate, state_dtype
 
 T = TypeVar("T", float, Tensor, float | Tensor)
 
@@ -134,6 +134,11 @@ class Call(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.inputs[0].device
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """x [B, N, H, D] in fp32 (float64), rotated if the call has RoPE."""
+        x = x.to(state_dtype(x.dtype))
+        return x if self.cos is None or self.sin is None else rotate(x, self.cos, self.sin)
 
     @property
     def constant(self) -> float | Tensor:

@@ -41,7 +41,6 @@ from lingpt.kernels.numerics import (
     per_head,
     reciprocal_norm,
     reverse_running_sum,
-    rotate,
     rotate_backward,
     state_dtype,
     to_tokens,
@@ -171,7 +170,7 @@ class Rows(NamedTuple):
         """`stats`: those of the forward pass."""
         (q, k, v), (B, N, H, _) = call.views, call.shape
         a, b = _coefficients(call)
-        q, k = _rotated(q, call), _rotated(k, call)
+        q, k = call.rotated(q), call.rotated(k)
         if stats is None:
             stats = q.new_ones(3, B, H, N)
             if call.normalize_qk:
@@ -223,12 +222,6 @@ def _coefficients(call: Call) -> tuple[float | Tensor, float | Tensor]:
     """a, a number or [1, 1, H], and b, a number or [1, 1, H, 1]."""
     dtype = state_dtype(call.dtype)
     return per_head(call.constant, 3, 2, dtype), per_head(call.coefficient, 4, 2, dtype)
-
-
-def _rotated(x: Tensor, call: Call) -> Tensor:
-    """x [B, N, H, D] in fp32 (float64), rotated if the call has RoPE."""
-    x = x.to(state_dtype(x.dtype))
-    return x if call.cos is None or call.sin is None else rotate(x, call.cos, call.sin)
 
 
 def _to_chunks(x: Tensor, scale: float | Tensor | None, last: float | Tensor | None, C: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from lingpt.kernels.linear_attention import reference
 from lingpt.kernels.linear_attention.call import Call, LinearAttentionState
 from lingpt.kernels.linear_attention.reference import unit_rows
-from lingpt.kernels.numerics import per_head, rotate, state_dtype
+from lingpt.kernels.numerics import per_head, state_dtype
 
 
 def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
@@ -22,9 +22,8 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
     dtype, (B, N, H, D) = state_dtype(call.dtype), call.shape
     if N == 0:
         return reference.forward(call)
-    q_hat, k_hat, values = (x.to(dtype) for x in call.views)
-    if call.cos is not None and call.sin is not None:
-        q_hat, k_hat = rotate(q_hat, call.cos, call.sin), rotate(k_hat, call.cos, call.sin)
+    q, k, v = call.views
+    q_hat, k_hat, values = call.rotated(q), call.rotated(k), v.to(dtype)
     if call.normalize_qk:
         q_hat, k_hat = unit_rows(q_hat), unit_rows(k_hat)
     q_hat = per_head(call.coefficient, ndim=4, dim=2, dtype=dtype) * q_hat

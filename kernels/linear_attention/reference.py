@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import Call, LinearAttentionState
-from lingpt.kernels.numerics import LOG_ZERO, NORM_EPS, per_head, rotate, state_dtype, true_fp32
+from lingpt.kernels.numerics import LOG_ZERO, NORM_EPS, per_head, state_dtype, true_fp32
 
 
 def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
@@ -19,10 +19,9 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
     """
     with true_fp32(call.device):
         dtype, (B, N, H, _) = state_dtype(call.dtype), call.shape
-        q, k, v = (x.to(dtype) for x in call.views)
-        if call.cos is not None and call.sin is not None:
-            q, k = rotate(q, call.cos, call.sin), rotate(k, call.cos, call.sin)
-        q_hat, k_hat, values = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, N, D]
+        q, k, v = call.views
+        tokens = call.rotated(q), call.rotated(k), v.to(dtype)
+        q_hat, k_hat, values = (x.transpose(1, 2) for x in tokens)  # [B, H, N, D]
         if call.normalize_qk:
             q_hat, k_hat = unit_rows(q_hat), unit_rows(k_hat)
         a, b = (per_head(x, ndim=4, dim=1, dtype=dtype) for x in (call.constant, call.coefficient))
