@@ -35,7 +35,6 @@ from lingpt.models.attention.softmax import KVCache
 from lingpt.models.decoding_graph import DecodingGraph
 from lingpt.models.generate import sample
 
-MODEL = "pythia-1.4b"
 FORMS = ("softmax", "hybrid", SHORT_CONV, "ours", "gla")
 CONTEXTS, BATCH_SIZES = (2048, 8192, 32768, 131072), (1, 16)
 TEMPERATURE, TOP_K = 0.8, 50  # the defaults of `lingpt generate`
@@ -69,7 +68,7 @@ class Decoder:
 
 
 def bench_decoding(
-    model: str = MODEL,
+    model: str,
     attentions: Sequence[str] = (),
     contexts: Sequence[int] = (),
     batch_sizes: Sequence[int] = (),

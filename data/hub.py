@@ -41,7 +41,7 @@ def hub_errors(what: str, fix: str) -> Iterator[None]:
     )
 
     try:
-        with _quiet("huggingface_hub"):
+        with _quiet():
             yield
     except UserError:  # a ValueError, too, and a line already
         raise
@@ -75,9 +75,9 @@ def hub_reason(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Silences the log lines of every retry: the error is enough."""
-    logger = logging.getLogger(name)
+    logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
