@@ -20,7 +20,7 @@ teacher is a run or a model folder; the model learns its distribution of the nex
 block's output. The softmax layers of an evenly spaced hybrid move to where the teacher needs them. With
 --train.imitate attention a quarter of the steps first fits each new attention to the teacher's. Without
 --config the recipe is that of the teacher's run, with a tenth of its tokens, a quarter of its batch, half of
-its rate, twice of it for the new attentions, down to 0."""
+its rate, and twice its rate for the new attentions, both down to 0."""
 TRANSFER_DIVISOR = 4  # the steps of both runs over those of the attentions' own
 TOKENS_DIVISOR = 10  # the teacher's over the student's; a smaller batch and rate: docs/results/linearize
 BATCH_DIVISOR = 4

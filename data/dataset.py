@@ -184,6 +184,14 @@ def _sums(records: list[dict[str, Any]], one_val: bool) -> dict[str, Any]:
     return sums
 
 
+def check_packing(config: DataConfig) -> None:
+    """Raises UserError if the text cannot be packed as `config` says."""
+    if config.rows == "answers" and config.packing != "documents":
+        raise UserError("data.rows answers are packed whole: add --data.packing documents")
+    if config.stream and config.packing == "documents":
+        raise UserError("data.packing documents needs all of the text, which data.stream does not wait for")
+
+
 def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progress: bool = True) -> Dataset:
     """The dataset of `config`, tokenised now or read from the cache.
 
@@ -195,14 +203,11 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
         UserError: one line that says what is wrong and how to fix it
     """
     check_options(config, "data.")
-    if config.rows == "answers" and config.packing != "documents":
-        raise UserError("data.rows answers are packed whole: add --data.packing documents")
+    check_packing(config)
     folder, shares, named = _cache_folder(config), parse_mixture(config.source), val_sources(config)
     tokenizer = _tokenizer(config)
     if padded_vocab_size is not None:
         tokenizer.check_fits(padded_vocab_size)
-    if config.stream and config.packing == "documents":
-        raise UserError("data.packing documents needs all of the text, which data.stream does not wait for")
     end = tokenizer.end_id if config.packing == "documents" else None
     how: dict[str, Any] = {"dedup": config.dedup, "num_workers": config.num_workers, "progress": progress}
 

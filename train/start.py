@@ -6,7 +6,7 @@ import torch
 
 from lingpt.common.devices import device_name
 from lingpt.common.errors import Interrupted, UserError
-from lingpt.data import Dataset, prepare
+from lingpt.data import Dataset, check_packing, prepare
 from lingpt.models import GPT, Config
 from lingpt.train import report
 from lingpt.train.config import Recipe, check, shared_settings
@@ -46,6 +46,7 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
     gpt = GPT.on_meta(model_config(recipe))
     machine, why = choose_strategy(choose_machine(recipe.train), gpt, recipe)
     check(recipe, machine.world_size)
+    check_packing(recipe.data)
     check_context_parallel(recipe, gpt, machine.world_size)
     _check_segments(recipe, gpt.config)
     if recipe.train.attention_learning_rate is not None and not gpt.config.has_linear_attention:

@@ -111,3 +111,11 @@ def test_a_validation_of_prompts_alone_is_told_before_training(make_packed, tmp_
     with pytest.raises(UserError, match=r"the validation has no answer .* raise --train\.eval_tokens"):
         train(recipe)
     assert not recipe.run_folder.exists()
+
+
+def test_what_cannot_be_packed_is_refused_before_any_work(make_recipe):
+    """Guards: a dry run that promises what training refuses."""
+    recipe = make_recipe(dry_run=True)
+    recipe.data = replace(recipe.data, rows="answers")
+    with pytest.raises(UserError, match="data.rows answers are packed whole: add --data.packing documents"):
+        train(recipe)
