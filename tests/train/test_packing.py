@@ -117,5 +117,5 @@ def test_what_cannot_be_packed_is_refused_before_any_work(make_recipe):
     """Guards: a dry run that promises what training refuses."""
     recipe = make_recipe(dry_run=True)
     recipe.data = replace(recipe.data, rows="answers")
-    with pytest.raises(UserError, match="data.rows answers are packed whole: add --data.packing documents"):
+    with pytest.raises(UserError, match="answers are packed whole: add --data"):
         train(recipe)
