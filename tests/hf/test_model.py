@@ -146,6 +146,11 @@ def test_beams_and_sequences_are_those_without_a_cache(exported, tokens):
     options |= {"pad_token_id": 0, "eos_token_id": None}
     with_cache, without = (exported.generate(**batch, **options, use_cache=use) for use in (True, False))
     assert torch.equal(with_cache, without) and len(with_cache) == 4
+    twice, rows = exported(tokens, use_cache=True).past_key_values, [0, 0, 1, 1]
+    twice.batch_repeat_interleave(2)
+    expected = exported(torch.cat([tokens, tokens[:, :1]], 1)[rows]).logits[:, -1:]
+    found = exported(tokens[rows, :1], past_key_values=twice).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -176,6 +181,8 @@ def test_a_step_of_training(exported, tokens):
     labels = left["input_ids"].masked_fill(left["attention_mask"] == 0, -100)
     labels[1, 13] = -100  # the first token, which only padding precedes
     torch.testing.assert_close(exported(**left, labels=labels).loss, loss)
+    counted = exported(**left, labels=labels, num_items_in_batch=102).loss  # of two batches, as by Trainer
+    torch.testing.assert_close(counted, loss / 2)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in exported.named_parameters()}
     assert all(gradient.any() for gradient in gradients.values())
@@ -232,6 +239,7 @@ def test_pushed_to_the_hub_it_keeps_its_bits(tokens, tmp_path, monkeypatch):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "someone/small")
     assert torch.equal(again(tokens).logits, model(tokens).logits)
     assert again.generation_config.to_dict() == model.generation_config.to_dict()
+    assert again.generation_config.suppress_tokens == [*range(120, 128)]  # the rows that are no token
 
 
 def test_a_new_model_starts_as_gpt_neox_does(tokens):
@@ -243,6 +251,9 @@ def test_a_new_model_starts_as_gpt_neox_does(tokens):
     assert not fresh.transformer.h[0].mlp.proj.bias.any()
     assert all(torch.isfinite(x).all() for x in (*fresh.parameters(), *fresh.buffers()))
     assert fresh(tokens).logits.std() > 0
+    torch.manual_seed(1)
+    other = AutoModelForCausalLM.from_config(config)
+    assert not torch.equal(other.transformer.wte.weight, fresh.transformer.wte.weight)
 
 
 def test_the_tokenizer_comes_along(tmp_path):
@@ -267,6 +278,7 @@ def test_mistakes_are_one_line(tmp_path, tokens):
     cache = model(tokens, use_cache=True).get(CACHE)
     few = lingpt.hf.LinGPTCache(cache.layers[:3])
     twice = torch.cat([torch.arange(35), torch.arange(35)])[None]
+    later = {"input_ids": tokens[:, :3], "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
     hole = {"input_ids": tokens[:, :3], "attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}
     for given, line in (
         (right | {"use_cache": True}, "padding on the right would enter the states"),
@@ -278,6 +290,7 @@ def test_mistakes_are_one_line(tmp_path, tokens):
         ({"input_ids": tokens, "attention_mask": torch.ones(2, 5)}, r"of \[2, 5\]: give \[2, 70\]"),
         ({"input_ids": tokens, "attention_mask": torch.ones(2, 1, 70, 70).tril()}, r"give \[2, 70\]"),
         (hole, "padding between tokens"),
+        (later | {"past_key_values": cache}, "padding after tokens that the cache has seen"),
         ({"input_ids": tokens[:, :0]}, "nothing to continue"),
         ({}, "give input_ids or inputs_embeds"),
         ({"input_ids": tokens.repeat(1, 2)}, "140 tokens, but the model's block size is 96"),
@@ -295,17 +308,20 @@ def test_mistakes_are_one_line(tmp_path, tokens):
         AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("other", ["ours", "softmax", "gla+short_conv", "hybrid+gate_activation=sigmoid"])
+@pytest.mark.parametrize(
+    "other", ["ours", "softmax", "gla", "hybrid+input_gate", "hybrid+gate_activation=sigmoid"]
+)
 def test_weights_of_another_attention_are_refused(tmp_path, other):
-    """Guards: parameters that are left out, or that start anew, behind a warning. Options without parameters,
-    such as an activation, do not show in the weights."""
+    """Guards: parameters that are left out, or that start anew, behind a warning; those of another
+    size. Options without parameters, such as an activation, do not show in the weights."""
     export_hf(make("hybrid"), tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     config.network = make(other).config.to_dict()
     config.save_pretrained(tmp_path)
-    if other.startswith("hybrid"):
+    if "gate_activation" in other:
         AutoModelForCausalLM.from_pretrained(tmp_path)
-        return
+        config.network["intermediate_size"] = 128
+        config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"the weights are of different models, as .*load both from one") as e:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "\n" not in str(e.value)

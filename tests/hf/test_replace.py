@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM
 
@@ -98,12 +99,18 @@ def test_padding_and_packing_are_kept_apart(stock, tokens):
 
 @torch.no_grad()
 def test_packing_needs_no_mask_where_flash_attention_has_none(stock, tokens):
-    """Guards: sequences packed for FlashAttention, whose masks say nothing of them, that saw each other."""
+    """Guards: sequences packed for FlashAttention, whose masks say nothing of them, that saw each other; a
+    mask of another form than SDPA's that is read the wrong way round."""
     model = replace_attention(stock, "ours-gated")
     model.config._attn_implementation_internal = "flash_attention_2"  # no layer is left that would call it
     positions = torch.cat([torch.arange(15), torch.arange(25)])[None]
     packed, alone = model(tokens, position_ids=positions).logits, model(tokens[:, 15:]).logits
     torch.testing.assert_close(packed[:, 15:], alone, rtol=0, atol=1e-5)
+    mask = F.pad(torch.ones_like(tokens[:, 15:]), (15, 0))
+    for implementation in ("flash_attention_2", "eager"):  # masks [B, N], and added to the scores
+        model.config._attn_implementation_internal = implementation
+        padded = model(tokens, attention_mask=mask).logits
+        torch.testing.assert_close(padded[:, 15:], alone, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
