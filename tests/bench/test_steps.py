@@ -143,11 +143,12 @@ def test_the_dense_identity_has_no_gradient_of_zeros():
 
 
 def made_up() -> Results:
-    """Three lengths of two attentions; ours is 2, 4 and 6 times faster than FlashAttention-2."""
+    """Three lengths of two attentions; ours is 2, 4 and 6 times faster than FlashAttention-2, but for a round
+    in which the machine was busy."""
     rows = []
     for n, factor in ((2048, 2.0), (4096, 4.0), (8192, 6.0)):
         for name, ms in (("identity", 0.9), ("ours", 1.0), ("softmax-flash", factor)):
-            rounds = [100 * ms, 150 * ms]
+            rounds = [100 * ms, 150 * ms, 900.0]
             row = Row("pythia-160m", n, name, ms=125 * ms, fastest_ms=100 * ms, by_round={"ms": rounds})
             row.tokens_per_second, row.peak_memory, row.estimated_memory = 1e6, 2 * 10**9, 10**9
             rows.append(row)

@@ -57,6 +57,18 @@ def test_it_answers_in_the_dtype_of_its_tokens():
     assert apply_short_conv(torch.randn(2, 1, 5).bfloat16(), weight, state).dtype == torch.bfloat16
 
 
+def test_its_sums_are_in_fp32():
+    """Guards: values and gradients of a model in bf16 that are rounded at each term."""
+    leaves = [torch.randn(shape).bfloat16().requires_grad_() for shape in ((2, 64, 5), (WIDTH, 5))]
+    exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    dy = torch.randn(2, 64, 5).bfloat16()
+    y, y_exact = short_convolution(*leaves), short_convolution(*exact)
+    found = y, *torch.autograd.grad(y, leaves, dy)
+    expected = y_exact, *torch.autograd.grad(y_exact, exact, dy.float())
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs.bfloat16(), rtol=2**-7, atol=1e-6)
+
+
 def test_it_may_be_mapped():
     x, weight = drawn(3, 2, 9, 5), drawn(WIDTH, 5)
     mapped = torch.vmap(short_convolution, (0, None))(x, weight)
