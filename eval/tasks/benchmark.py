@@ -19,6 +19,7 @@ from lingpt.data.hub import hub_errors, hub_reason
 from lingpt.eval.tasks.sources import (
     WITHOUT,
     Source,
+    check_folder,
     find_source,
     read_rows,
     read_split,
@@ -148,13 +149,15 @@ class Benchmark(ConfigurableTask):
         return self._examples[key][1]
 
 
-def load_tasks(name: str, num_fewshot: int, data: Path | None) -> dict[str, Any]:
+def load_tasks(name: str, num_fewshot: int = 0, data: Path | None = None) -> dict[str, Any]:
     """The stock task, group or tag `name` with `num_fewshot` examples, as `TaskManager.load` returns it.
 
     With `data`, rows come from the JSONL files there, without network access. UserError for a name that
     lm-eval does not have, a missing file, or an unreachable hub.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if data is not None:
+        check_folder(data)
     stamp = (
         tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(data.glob("*.jsonl")))
         if data
@@ -166,7 +169,7 @@ def load_tasks(name: str, num_fewshot: int, data: Path | None) -> dict[str, Any]
     return loaded
 
 
-def check_task(name: str, num_fewshot: int, data: Path | None) -> None:
+def check_task(name: str, num_fewshot: int = 0, data: Path | None = None) -> None:
     """Raises UserError for an unknown task or, with `data`, unreadable files of it; downloads nothing."""
     if data is not None:
         load_tasks(name, num_fewshot, data)

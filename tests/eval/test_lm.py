@@ -238,6 +238,8 @@ def test_mistakes(softmax_model, tokenizer):
         lm.generate_until(instances("generate_until", [("a", {"max_gen_toks": 64})]))
     with pytest.raises(UserError, match="nothing to score"):
         lm.loglikelihood(instances("loglikelihood", [("stone", "")]))
+    with pytest.raises(UserError, match="batch_tokens"):
+        LinGPTLM(softmax_model, tokenizer, batch_tokens=0)
 
 
 def test_several_devices_share_the_batches_and_change_no_bit(softmax_model, hf_folder):

@@ -141,6 +141,8 @@ def test_missing_files_are_named(eval_data, tmp_path):
         load_tasks("piqa", 5, eval_data)
     with pytest.raises(UserError, match=r"arc_easy_test\.jsonl \(the test split\)"):
         load_tasks("arc_easy", 0, tmp_path)
+    with pytest.raises(UserError, match="no folder"):
+        load_tasks("arc_easy", 0, tmp_path / "nowhere")
 
 
 def test_bad_lines_are_named(tmp_path):

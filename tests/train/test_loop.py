@@ -325,6 +325,8 @@ def test_a_skipped_step_is_logged_and_can_be_replayed(make_recipe, monkeypatch):
         replay(folder, 1)
     with pytest.raises(UserError, match="typo is not a run folder"):
         replay(folder.with_name("typo"), 4)
+    with pytest.raises(UserError, match="--samples 0: show at least 1"):
+        replay(folder, 4, samples=0)
     (folder / "config.yaml").write_text("model: {na")  # the checkpoint has the recipe too
     assert replay(folder, 4, samples=2, device="cpu") == text
     corpus = make_recipe().data

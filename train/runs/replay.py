@@ -44,6 +44,10 @@ def replay(
     from training. `moved`: where the data is now, by fields of `DataConfig`. Raises UserError if the run has
     not trained the step or has no checkpoint before it, if that is damaged, or if the data has changed.
     """
+    if step < 1:
+        raise UserError(f"--step {step}: steps count from 1, as in metrics.jsonl")
+    if samples < 1:
+        raise UserError(f"--samples {samples}: show at least 1")
     checkpoint = _checkpoint_before(run, step)
     manifest = load_manifest(checkpoint)
     recipe = recipe_from_dict(manifest["config"])
