@@ -79,6 +79,7 @@ def test_decay_on_matrices_only(optimizer):
     assert moved == {"0.weight", "1.weight"}
     torch.testing.assert_close(model[1].weight, before["1.weight"] * (1 - 0.1 * 0.5))
     assert {group.get("betas") for group in optimizer.param_groups} - {None} == {(0.8, 0.99)}
+    assert (TrainConfig().beta1, TrainConfig().beta2) == (0.9, 0.95)
 
 
 @pytest.mark.parametrize("fused", [False, True])
