@@ -1,5 +1,5 @@
-"""Signals: who takes them meanwhile; and a child process that ends with the one that started it, and takes
-none before it can."""
+"""Signal handlers for the length of a block; and a child process that ends with the one that started it, and
+takes no signal before it can."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 @contextlib.contextmanager
 def signals_to(handler: Callable[[int, FrameType | None], object], numbers: Iterable[int]) -> Iterator[None]:
-    """In the block `handler` takes these signals, and after it who took them before."""
+    """Within the block `handler` handles these signals; after it their earlier handlers do."""
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         for number in before:

@@ -304,7 +304,8 @@ def _adjoints(Q: Tensor, dO: Tensor, G: Tensor, dfinal: Tensor | None) -> tuple[
 
 
 def _carry(sums: Tensor, whole: Tensor, state: Tensor | None, chunks: Iterable[int]) -> tuple[Tensor, Tensor]:
-    """`sums` with what has come before each chunk, in this order, in the place of its own sum; and all."""
+    """The scan over `chunks`, in this order: the state before each chunk, in the place of the chunk's sum, and
+    the last state."""
     state = torch.zeros_like(sums[:, :, :1].sum(2)) if state is None else state.clone()
     for chunk in chunks:
         own = sums[:, :, chunk].clone()
