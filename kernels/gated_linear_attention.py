@@ -304,7 +304,7 @@ def _adjoints(Q: Tensor, dO: Tensor, G: Tensor, dfinal: Tensor | None) -> tuple[
 
 
 def _carry(sums: Tensor, whole: Tensor, state: Tensor | None, chunks: Iterable[int]) -> tuple[Tensor, Tensor]:
-    """The scan over `chunks`, in this order: the state before each, in the place of its sum; the last state."""
+    """The scan over `chunks`, in this order: the state before each, in place of its sum; the last state."""
     state = torch.zeros_like(sums[:, :, :1].sum(2)) if state is None else state.clone()
     for chunk in chunks:
         own = sums[:, :, chunk].clone()
