@@ -5,7 +5,7 @@ direction and keeps only x.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,31 @@ except ImportError:  # no Triton
     triton = None
 
 
+class Mixture(NamedTuple):
+    """Of some rows: V columns, from `column` on, become x + share·(values − x)."""
+
+    column: int
+    values_BNV: torch.Tensor  # [B, N, V]
+    share_V: torch.Tensor  # [V]
+
+
+def mix_columns(x_BNW: torch.Tensor, mixture: Mixture | None) -> torch.Tensor:
+    """The rows x, mixed; as they are without a mixture."""
+    if mixture is None:
+        return x_BNW
+    column, values, share = mixture
+    before, v, behind = x_BNW.tensor_split((column, column + len(share)), dim=-1)
+    return torch.cat((before, v + share.to(v.dtype) * (values - v), behind), dim=-1)
+
+
 def convolve_columns(
     x_BNW: torch.Tensor,
     weight_KC: torch.Tensor,
     silu: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    mixture: Mixture | None = None,
 ) -> torch.Tensor:
-    """`short_convolution` of the first C columns of x, with `silu` followed by a SiLU; other columns
+    """`short_convolution` of the first C columns of x, mixed, with `silu` followed by a SiLU; other columns
     unchanged.
 
     x_BNW: [B, N, W], W ≥ C. weight_KC: [K, C]. cu_seqlens: borders of sequences packed into the B·N tokens.
@@ -34,7 +52,8 @@ def convolve_columns(
     C, W = weight_KC.shape[1], x_BNW.shape[2]
     first = None if cu_seqlens is None else first_tokens(cu_seqlens, *x_BNW.shape[:2])
     if x_BNW.is_cuda and triton is not None and triton.takes(x_BNW):
-        return triton.convolve(x_BNW, _widened(weight_KC, W - C), C if silu else 0, first)
+        return triton.convolve(x_BNW, _widened(weight_KC, W - C), C if silu else 0, first, *(mixture or ()))
+    x_BNW = mix_columns(x_BNW, mixture)
     y_BNC = short_convolution(x_BNW[..., :C], weight_KC, first)
     y_BNC = F.silu(y_BNC) if silu else y_BNC
     return y_BNC if C == W else torch.cat((y_BNC, x_BNW[..., C:]), dim=-1)

@@ -6,6 +6,8 @@ pass reads and writes every tensor once, except for three tokens per range. The 
 and the gradient once more for the filter's gradient.
 """
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -35,77 +37,114 @@ def takes(x_BNC: torch.Tensor) -> bool:
 
 
 def convolve(
-    x_BNC: torch.Tensor, weight_4C: torch.Tensor, silu_channels: int = 0, first_BN: torch.Tensor | None = None
+    x_BNC: torch.Tensor,
+    weight_4C: torch.Tensor,
+    silu_channels: int = 0,
+    first_BN: torch.Tensor | None = None,
+    column: int = 0,
+    values_BNV: torch.Tensor | None = None,
+    share_V: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """z_t = Σ_k w_k x_{t−3+k}, zeros before the first token, summed in fp32, and of the first `silu_channels`
     channels silu(z_t); differentiable once.
 
     x_BNC: [B, N, C] on CUDA, one of DTYPES, channels contiguous. weight_4C: [4, C], floating point; the last
-    row is the weight of the token itself. first_BN: bool, the first tokens of packed sequences. Returns
-    [B, N, C] in x's dtype, contiguous.
+    row is the weight of the token itself. first_BN: bool, the first tokens of packed sequences. With
+    values, of x's dtype, columns contiguous, and share [V]: V columns of x, from `column` on, are
+    x + share·(values − x). Returns [B, N, C] in x's dtype, contiguous.
     """
     refuse_forward_mode("the convolution has no forward mode", x_BNC, weight_4C)
-    return _convolve(x_BNC, weight_4C, silu_channels, first_BN)
+    return _convolve(x_BNC, weight_4C, silu_channels, first_BN, column, values_BNV, share_V)
 
 
 @torch.library.custom_op("lingpt::short_conv_fwd", mutates_args=(), device_types="cuda")
 def _convolve(
-    x: torch.Tensor, weight: torch.Tensor, silu_channels: int, first: torch.Tensor | None
-) -> torch.Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid, sizes = _grid(x, FORWARD)
-    if y.numel():
-        with torch.cuda.device_of(x):  # Triton launches on the current one
+    x: torch.Tensor, weight: torch.Tensor, silu_channels: int, first: torch.Tensor | None,
+    column: int, values: torch.Tensor | None, share: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    y, weight = torch.empty(x.shape, dtype=x.dtype, device=x.device), weight.contiguous()
+    with torch.cuda.device_of(x):  # Triton launches on the current one
+        for begin, end, mixed in _ranges(x, column, values):
+            grid, sizes = _grid(x, begin, end, FORWARD)
             _forward[grid](
-                x, weight.contiguous(), first, y, *x.stride()[:2], *x.shape[1:], silu_channels, *sizes,
-                SILU=silu_channels > 0, PACKED=first is not None, num_warps=FORWARD.warps,
+                x, weight, first, values, share, y, *_strides(x, values), *x.shape[1:], silu_channels,
+                begin, end, *sizes, SILU=silu_channels > begin, PACKED=first is not None, MIXED=mixed,
+                num_warps=FORWARD.warps,
             )  # fmt: skip
     return y
 
 
 @torch.library.custom_op("lingpt::short_conv_bwd", mutates_args=(), device_types="cuda")
 def _gradients(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, silu_channels: int, first: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, silu_channels: int, first: torch.Tensor | None,
+    column: int, values: torch.Tensor | None, share: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Of x, weight, values and share; empty ones of what is None."""
     dy, dx = dy.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid, sizes = _grid(x, BACKWARD)
-    parts = torch.empty(grid[0] * grid[1], *weight.shape, dtype=torch.float32, device=x.device)
-    if dx.numel():
-        strides = *x.stride()[:2], *x.shape[1:]
-        with torch.cuda.device_of(x):
-            _backward[grid](
-                dy, x, weight.contiguous(), first, dx, parts, *strides, silu_channels, *sizes,
-                SILU=silu_channels > 0, PACKED=first is not None, num_warps=BACKWARD.warps,
-            )  # fmt: skip
-    return dx, parts.sum(0).to(weight.dtype)  # in a fixed order: deterministic
-
-
-def _grid(x: torch.Tensor, blocks: Blocks) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    dvalues = x.new_empty(0 if values is None else values.shape)
     B, N, C = x.shape
-    grid = triton.cdiv(N, blocks.tokens), B, triton.cdiv(C, blocks.channels)
+    blocks = triton.cdiv(N, BACKWARD.tokens) * B
+    sums = torch.empty(blocks, 4 if values is None else 5, C, dtype=torch.float32, device=x.device)
+    weight = weight.contiguous()
+    with torch.cuda.device_of(x):
+        for begin, end, mixed in _ranges(x, column, values):
+            grid, sizes = _grid(x, begin, end, BACKWARD)
+            _backward[grid](
+                dy, x, weight, first, values, share, dx, dvalues, sums, *_strides(x, values), N, C,
+                silu_channels, begin, end, sums.shape[1], *sizes, SILU=silu_channels > begin,
+                PACKED=first is not None, MIXED=mixed, num_warps=BACKWARD.warps,
+            )  # fmt: skip
+    sum_ = sums.sum(0)  # in a fixed order: deterministic
+    dshare = (
+        x.new_empty(0) if share is None else sum_[4, column : column + len(share)].to(share.dtype, copy=True)
+    )
+    return dx, sum_[:4].to(weight.dtype), dvalues, dshare
+
+
+def _ranges(x: torch.Tensor, column: int, values: torch.Tensor | None) -> Iterator[tuple[int, int, bool]]:
+    """The ranges of channels that a launch each has, and whether they are mixed; none without an element."""
+    ends = [0, x.shape[2]] if values is None else [0, column, column + values.shape[2], x.shape[2]]
+    for index, (begin, end) in enumerate(pairwise(ends)):
+        if begin < end and x.numel():
+            yield begin, end, index == 1
+
+
+def _grid(
+    x: torch.Tensor, begin: int, end: int, blocks: Blocks
+) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    grid = triton.cdiv(x.shape[1], blocks.tokens), x.shape[0], triton.cdiv(end - begin, blocks.channels)
     return grid, (blocks.tokens, blocks.channels)
 
 
+def _strides(x: torch.Tensor, values: torch.Tensor | None) -> tuple[int, ...]:
+    """Those of x's sequences and tokens, those of values, and the number of its columns."""
+    return *x.stride()[:2], *((0, 0, 0) if values is None else (*values.stride()[:2], values.shape[2]))
+
+
 @_convolve.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, silu_channels: int, first: torch.Tensor | None) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, silu_channels: int, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
 @_gradients.register_fake
 def _(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, silu_channels: int, first: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, silu_channels: int, first: torch.Tensor | None,
+    column: int, values: torch.Tensor | None, share: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dvalues = x.new_empty(0 if values is None else values.shape)
+    dshare = x.new_empty(0) if share is None else share.new_empty(share.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), dvalues, dshare
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    x, weight, ctx.silu_channels, first = inputs
-    ctx.save_for_backward(x, weight, first)
+    x, weight, ctx.silu_channels, first, ctx.column, values, share = inputs
+    ctx.save_for_backward(x, weight, first, values, share)
 
 
-def _autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-    x, weight, first = ctx.saved_tensors
-    return *_gradients(dy, x, weight, ctx.silu_channels, first), None, None
+def _autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, weight, first, values, share = ctx.saved_tensors
+    dx, dweight, *dmixed = _gradients(dy, x, weight, ctx.silu_channels, first, ctx.column, values, share)
+    return dx, dweight, None, None, None, *((None, None) if values is None else dmixed)
 
 
 _convolve.register_autograd(_autograd, setup_context=_setup_context)
@@ -113,26 +152,31 @@ _convolve.register_autograd(_autograd, setup_context=_setup_context)
 
 @triton.jit
 def _forward(
-    x, weight, first_tokens, y, stride_b, stride_n, N, C, silu_channels,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+    x, weight, first_tokens, values, share, y, stride_b, stride_n, values_b, values_n, V, N, C,
+    silu_channels, begin, end, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    SILU: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * TOKENS
     batch = tl.program_id(1).to(tl.int64)
-    c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    inside, with_silu = c < C, c < silu_channels
+    c = begin + tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    inside, with_silu = c < end, c < silu_channels
     w0, w1, w2, w3 = _filters(weight + c, C, inside)
     x += batch * stride_b + c
+    u, s = values, 0.0
+    if MIXED:
+        u += batch * values_b + c - begin
+        s = tl.load(share + c - begin, mask=inside, other=0.0).to(tl.float32)
     if PACKED:
         first_tokens += batch * N
     y += batch * N * C + c
-    x0 = _token(x, first - 3, stride_n, N, inside)
-    x1 = _token(x, first - 2, stride_n, N, inside)
-    x2 = _token(x, first - 1, stride_n, N, inside)
+    x0 = _input(x, u, s, first - 3, stride_n, values_n, N, inside, MIXED)
+    x1 = _input(x, u, s, first - 2, stride_n, values_n, N, inside, MIXED)
+    x2 = _input(x, u, s, first - 1, stride_n, values_n, N, inside, MIXED)
     for t in range(first, tl.minimum(first + TOKENS, N), 4):
-        x3 = _token(x, t, stride_n, N, inside)
-        x4 = _token(x, t + 1, stride_n, N, inside)
-        x5 = _token(x, t + 2, stride_n, N, inside)
-        x6 = _token(x, t + 3, stride_n, N, inside)
+        x3 = _input(x, u, s, t, stride_n, values_n, N, inside, MIXED)
+        x4 = _input(x, u, s, t + 1, stride_n, values_n, N, inside, MIXED)
+        x5 = _input(x, u, s, t + 2, stride_n, values_n, N, inside, MIXED)
+        x6 = _input(x, u, s, t + 3, stride_n, values_n, N, inside, MIXED)
         r1, r2, r3 = _three_follow(first_tokens, t - 2, N, PACKED)
         r4, r5, r6 = _three_follow(first_tokens, t + 1, N, PACKED)
         z0 = _weighted_sum(w0, w1, w2, w3, x0, x1, x2, x3, r1, r2, r3)
@@ -153,31 +197,38 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy, x, weight, first_tokens, dx, parts, stride_b, stride_n, N, C, silu_channels,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+    dy, x, weight, first_tokens, values, share, dx, dvalues, sums, stride_b, stride_n, values_b, values_n, V,
+    N, C, silu_channels, begin, end, rows, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    SILU: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """With dz_t = dy_t silu'(z_t), or dy_t: dx_t = Σ_k w_k dz_{t+3−k}; and the block's part of
     dw_k = Σ_t dz_t x_{t−3+k}, over its own tokens t. Of xi, ri and di, x3, r3 and d0 are token t's."""
     first = tl.program_id(0) * TOKENS
     batch = tl.program_id(1).to(tl.int64)
-    c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    inside, with_silu = c < C, c < silu_channels
+    c = begin + tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    inside, with_silu = c < end, c < silu_channels
     w0, w1, w2, w3 = _filters(weight + c, C, inside)
     x += batch * stride_b + c
+    u, s = values, 0.0
+    if MIXED:
+        u += batch * values_b + c - begin
+        s = tl.load(share + c - begin, mask=inside, other=0.0).to(tl.float32)
     if PACKED:
         first_tokens += batch * N
     dx += batch * N * C + c
     dy += batch * N * C + c
-    x0 = _token(x, first - 3, stride_n, N, inside)
-    x1 = _token(x, first - 2, stride_n, N, inside)
-    x2 = _token(x, first - 1, stride_n, N, inside)
+    if MIXED:
+        dvalues += batch * N * V + c - begin
+    x0 = _input(x, u, s, first - 3, stride_n, values_n, N, inside, MIXED)
+    x1 = _input(x, u, s, first - 2, stride_n, values_n, N, inside, MIXED)
+    x2 = _input(x, u, s, first - 1, stride_n, values_n, N, inside, MIXED)
     d0 = _token(dy, first, C, N, inside)
     d1 = _token(dy, first + 1, C, N, inside)
     d2 = _token(dy, first + 2, C, N, inside)
     if SILU:
-        x3 = _token(x, first, stride_n, N, inside)
-        x4 = _token(x, first + 1, stride_n, N, inside)
-        x5 = _token(x, first + 2, stride_n, N, inside)
+        x3 = _input(x, u, s, first, stride_n, values_n, N, inside, MIXED)
+        x4 = _input(x, u, s, first + 1, stride_n, values_n, N, inside, MIXED)
+        x5 = _input(x, u, s, first + 2, stride_n, values_n, N, inside, MIXED)
         r1, r2, r3 = _three_follow(first_tokens, first - 2, N, PACKED)
         r4, r5, r6 = _three_follow(first_tokens, first + 1, N, PACKED)
         d0 = _silu_backward(d0, _weighted_sum(w0, w1, w2, w3, x0, x1, x2, x3, r1, r2, r3), with_silu)
@@ -187,12 +238,13 @@ def _backward(
     dw1 = tl.zeros([CHANNELS], tl.float32)
     dw2 = tl.zeros([CHANNELS], tl.float32)
     dw3 = tl.zeros([CHANNELS], tl.float32)
+    ds = tl.zeros([CHANNELS], tl.float32)
     for t in range(first, tl.minimum(first + TOKENS, N), 4):
         if not SILU:  # else they were read ahead, for z
-            x3 = _token(x, t, stride_n, N, inside)
-            x4 = _token(x, t + 1, stride_n, N, inside)
-            x5 = _token(x, t + 2, stride_n, N, inside)
-        x6 = _token(x, t + 3, stride_n, N, inside)
+            x3 = _input(x, u, s, t, stride_n, values_n, N, inside, MIXED)
+            x4 = _input(x, u, s, t + 1, stride_n, values_n, N, inside, MIXED)
+            x5 = _input(x, u, s, t + 2, stride_n, values_n, N, inside, MIXED)
+        x6 = _input(x, u, s, t + 3, stride_n, values_n, N, inside, MIXED)
         d3 = _token(dy, t + 3, C, N, inside)
         d4 = _token(dy, t + 4, C, N, inside)
         d5 = _token(dy, t + 5, C, N, inside)
@@ -201,17 +253,26 @@ def _backward(
         r4, r5, r6 = _three_follow(first_tokens, t + 1, N, PACKED)
         r7, r8, r9 = _three_follow(first_tokens, t + 4, N, PACKED)
         if SILU:
-            x7 = _token(x, t + 4, stride_n, N, inside)
-            x8 = _token(x, t + 5, stride_n, N, inside)
-            x9 = _token(x, t + 6, stride_n, N, inside)
+            x7 = _input(x, u, s, t + 4, stride_n, values_n, N, inside, MIXED)
+            x8 = _input(x, u, s, t + 5, stride_n, values_n, N, inside, MIXED)
+            x9 = _input(x, u, s, t + 6, stride_n, values_n, N, inside, MIXED)
             d3 = _silu_backward(d3, _weighted_sum(w0, w1, w2, w3, x3, x4, x5, x6, r4, r5, r6), with_silu)
             d4 = _silu_backward(d4, _weighted_sum(w0, w1, w2, w3, x4, x5, x6, x7, r5, r6, r7), with_silu)
             d5 = _silu_backward(d5, _weighted_sum(w0, w1, w2, w3, x5, x6, x7, x8, r6, r7, r8), with_silu)
             d6 = _silu_backward(d6, _weighted_sum(w0, w1, w2, w3, x6, x7, x8, x9, r7, r8, r9), with_silu)
-        _store(dx, t, C, N, inside, w3 * d0 + r4 * (w2 * d1 + r5 * (w1 * d2 + r6 * (w0 * d3))))
-        _store(dx, t + 1, C, N, inside, w3 * d1 + r5 * (w2 * d2 + r6 * (w1 * d3 + r7 * (w0 * d4))))
-        _store(dx, t + 2, C, N, inside, w3 * d2 + r6 * (w2 * d3 + r7 * (w1 * d4 + r8 * (w0 * d5))))
-        _store(dx, t + 3, C, N, inside, w3 * d3 + r7 * (w2 * d4 + r8 * (w1 * d5 + r9 * (w0 * d6))))
+        g0 = w3 * d0 + r4 * (w2 * d1 + r5 * (w1 * d2 + r6 * (w0 * d3)))
+        g1 = w3 * d1 + r5 * (w2 * d2 + r6 * (w1 * d3 + r7 * (w0 * d4)))
+        g2 = w3 * d2 + r6 * (w2 * d3 + r7 * (w1 * d4 + r8 * (w0 * d5)))
+        g3 = w3 * d3 + r7 * (w2 * d4 + r8 * (w1 * d5 + r9 * (w0 * d6)))
+        if MIXED:
+            g0, ds = _unmix(x, u, s, t, stride_n, values_n, V, N, inside, dvalues, g0, ds)
+            g1, ds = _unmix(x, u, s, t + 1, stride_n, values_n, V, N, inside, dvalues, g1, ds)
+            g2, ds = _unmix(x, u, s, t + 2, stride_n, values_n, V, N, inside, dvalues, g2, ds)
+            g3, ds = _unmix(x, u, s, t + 3, stride_n, values_n, V, N, inside, dvalues, g3, ds)
+        _store(dx, t, C, N, inside, g0)
+        _store(dx, t + 1, C, N, inside, g1)
+        _store(dx, t + 2, C, N, inside, g2)
+        _store(dx, t + 3, C, N, inside, g3)
         r1, r2 = r1 * r2 * r3, r2 * r3  # now: as far back as t − 3, t − 2
         dw0 += r1 * d0 * x0 + r2 * r4 * d1 * x1 + r3 * r4 * r5 * d2 * x2 + r4 * r5 * r6 * d3 * x3
         dw1 += r2 * d0 * x1 + r3 * r4 * d1 * x2 + r4 * r5 * d2 * x3 + r5 * r6 * d3 * x4
@@ -222,11 +283,13 @@ def _backward(
             x3, x4, x5 = x7, x8, x9
         d0, d1, d2 = d4, d5, d6
     block = batch * tl.num_programs(0) + tl.program_id(0)
-    parts += block * 4 * C + c
-    tl.store(parts, dw0, mask=inside)
-    tl.store(parts + C, dw1, mask=inside)
-    tl.store(parts + 2 * C, dw2, mask=inside)
-    tl.store(parts + 3 * C, dw3, mask=inside)
+    sums += block * rows * C + c
+    tl.store(sums, dw0, mask=inside)
+    tl.store(sums + C, dw1, mask=inside)
+    tl.store(sums + 2 * C, dw2, mask=inside)
+    tl.store(sums + 3 * C, dw3, mask=inside)
+    if MIXED:
+        tl.store(sums + 4 * C, ds, mask=inside)
 
 
 @triton.jit
@@ -237,6 +300,22 @@ def _filters(weight, C, inside):
     w2 = tl.load(weight + 2 * C, mask=inside, other=0.0).to(tl.float32)
     w3 = tl.load(weight + 3 * C, mask=inside, other=0.0).to(tl.float32)
     return w0, w1, w2, w3
+
+
+@triton.jit
+def _input(x, u, s, t, stride, values_stride, N, inside, MIXED: tl.constexpr):
+    """Token t in fp32, mixed; zeros outside of the sequence."""
+    v = _token(x, t, stride, N, inside)
+    return v + s * (_token(u, t, values_stride, N, inside) - v) if MIXED else v
+
+
+@triton.jit
+def _unmix(x, u, s, t, stride, values_stride, V, N, inside, dvalues, dmixed, ds):
+    """Stores the gradient of token t's values; returns that of its x, given that of `_input`, and the sum of
+    the share's gradient."""
+    ds += dmixed * (_token(u, t, values_stride, N, inside) - _token(x, t, stride, N, inside))
+    _store(dvalues, t, V, N, inside, s * dmixed)
+    return dmixed - s * dmixed, ds
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from torch import nn
 
 from lingpt.common.options import Declared, Option, declared
 from lingpt.kernels.context_parallel import Context
+from lingpt.kernels.short_conv import Mixture, mix_columns
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.short_conv import ConvState, apply_short_conv
 
@@ -180,22 +181,18 @@ def gate_values(v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return v * (2 * torch.sigmoid(gate)).unsqueeze(-1).to(v.dtype)
 
 
-def mix_values(
-    rows_BNW: torch.Tensor, first: int, values_BNV: torch.Tensor | None, mix_H: torch.Tensor | None
-) -> torch.Tensor:
-    """The rows with v + σ(mix)·(values − v), a mix for each head, in the place of v, the V columns from
-    `first` on; without a mix, the rows as they are.
+def value_mixture(column: int, values_BNV: torch.Tensor | None, mix_H: torch.Tensor | None) -> Mixture | None:
+    """v + σ(mix)·(values − v), a mix for each head, in the place of v, the columns from `column` on; None
+    without a mix.
 
     Value residuals (arXiv 2410.17897), but of values that come from the token embeddings alone: decoding
     keeps none of them, and the first layer is like all others.
     """
     if mix_H is None:
-        return rows_BNW
+        return None
     assert values_BNV is not None
-    before, v, behind = rows_BNW.tensor_split((first, first + values_BNV.shape[-1]), dim=-1)
-    v, values = (x.unflatten(-1, (len(mix_H), -1)) for x in (v, values_BNV))
-    mixed = v + torch.sigmoid(mix_H).to(v.dtype).unsqueeze(1) * (values - v)
-    return torch.cat((before, mixed.flatten(-2), behind), dim=-1)
+    share_V = torch.sigmoid(mix_H).repeat_interleave(values_BNV.shape[-1] // len(mix_H))
+    return Mixture(column, values_BNV, share_V)
 
 
 class QKVAttention(Attention):
@@ -230,7 +227,7 @@ class QKVAttention(Attention):
         self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if wanted else None
 
     def add_value_residual(self, wanted: bool) -> None:
-        """Creates the parameter of `mix_values`, or sets it to None."""
+        """Creates the parameter of `value_mixture`, or sets it to None."""
         self.value_mix = nn.Parameter(torch.zeros(self.config.n_query_groups)) if wanted else None
 
     def mix_and_convolve(
@@ -242,10 +239,12 @@ class QKVAttention(Attention):
     ) -> torch.Tensor:
         """The projection's rows, v mixed with the shared values, then convolved, with these options; updates
         the state's `conv`."""
-        rows = mix_values(rows_BNW, sum(self.config.qkv_sizes[:2]), values_BNV, self.value_mix)
+        mixture = value_mixture(sum(self.config.qkv_sizes[:2]), values_BNV, self.value_mix)
         if self.conv is None:
-            return rows
-        return apply_short_conv(rows, self.conv, state, cu_seqlens, silu=self.conv_silu, context=self.context)
+            return mix_columns(rows_BNW, mixture)
+        return apply_short_conv(
+            rows_BNW, self.conv, state, cu_seqlens, silu=self.conv_silu, context=self.context, mixture=mixture
+        )
 
     def split_heads(self, rows_BNW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q `[B, N, H, D]`, k and v `[B, N, G, D]`; q and k after their norms, if they have some."""

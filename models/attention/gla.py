@@ -26,6 +26,7 @@ from lingpt.kernels.gated_linear_attention import (
     gated_linear_attention_with_state,
 )
 from lingpt.kernels.linear_attention.cuda.channel_decay import LONGEST_SEGMENT
+from lingpt.kernels.short_conv import mix_columns
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import (
     GATE_ACTIVATION,
@@ -39,7 +40,7 @@ from lingpt.models.attention.base import (
     GateNorm,
     RecurrentState,
     gate_values,
-    mix_values,
+    value_mixture,
 )
 from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, apply_short_conv, identity_filter
 
@@ -141,9 +142,13 @@ class GLAAttention(Attention):
     ) -> torch.Tensor:
         """`[B, N, C]` → the same; cos and sin are not read. `state.value`: `[B, H, d_k/H, d_v/H]` in fp32."""
         qkv, r = self.qkvr(x_BNC).split((2 * self.d_k + self.d_v, self.d_v), dim=-1)
-        qkv = mix_values(qkv, 2 * self.d_k, values_BNV, self.value_mix)
-        if self.conv is not None:
-            qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens, silu=True, context=self.context)
+        mixture = value_mixture(2 * self.d_k, values_BNV, self.value_mix)
+        if self.conv is None:
+            qkv = mix_columns(qkv, mixture)
+        else:
+            qkv = apply_short_conv(
+                qkv, self.conv, state, cu_seqlens, silu=True, context=self.context, mixture=mixture
+            )
         q, k, v = (  # [B, N, H, d_k/H or d_v/H]
             t.unflatten(-1, (self.n_head, -1)) for t in qkv.split((self.d_k, self.d_k, self.d_v), dim=-1)
         )
@@ -179,8 +184,8 @@ class GLAAttention(Attention):
             saved += 2 * self.d_k + 4 * self.n_head  # q and k before it, and their lengths in fp32
         if self.input_gate is not None:
             saved += 2 * self.d_v + self.n_head  # v before it, with and without the SiLU, and the gate
-        if self.value_mix is not None and self.gate_activation is F.silu:  # a sigmoid needs no qkvr besides
-            saved += 2 * (self.d_k + self.d_v)  # the new q, k and v, and u − v
+        if self.value_mix is not None and self.conv is None and self.gate_activation is F.silu:
+            saved += 2 * (self.d_k + self.d_v)  # the new q, k, v and u − v; a sigmoid's needs no qkvr besides
         return saved
 
     def sent_elements(self, tokens: int, pieces: int) -> int:

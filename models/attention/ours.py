@@ -18,7 +18,7 @@ Its options are not in the paper; `ours-decay` and `ours-gated` have them too:
     input_gate      each token's v, convolved, times 2·sigmoid(x·w_h), a number per head that starts at 1; the
                     normaliser does not count it
     value_residual  v, before the convolution, plus σ(p)·(u − v), p a number per head that starts at 0; u is a
-                    projection of the token embeddings, one for all layers (`mix_values` in base.py)
+                    projection of the token embeddings, one for all layers (`value_mixture` in base.py)
     conv_silu       a SiLU after it, as in FLA's GLA layer and in Mamba-2 (arXiv 2405.21060)
     constant        false (only without the normaliser): a = 0. `ours-decay` is then RetNet's retention (arXiv
                     2307.08621) with unit q and k, `ours-gated` simple GLA, the same as Mamba-2's SSD
@@ -258,7 +258,7 @@ class OursAttention(QKVAttention):
             saved += projected * (2 if self.conv_silu else 1)  # the convolution's input, and the SiLU's
         if self.input_gate is not None:
             saved += projected + H  # what it multiplies, and the gate
-        if self.value_mix is not None:
+        if self.value_mix is not None and self.conv is None:
             saved += self.config.qkv_sizes[2]  # u − v
         if self.q_norm is not None:
             saved += projected  # the norms' input

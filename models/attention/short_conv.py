@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lingpt.common.options import Option
 from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import first_tokens, state_dtype
-from lingpt.kernels.short_conv import convolve_columns, short_convolution
+from lingpt.kernels.short_conv import Mixture, convolve_columns, mix_columns, short_convolution
 
 WIDTH = 4
 SHORT_CONV = Option("a causal convolution of width 4 over q, k and v of `ours*` and, with a SiLU, of `gla`")
@@ -33,8 +33,9 @@ def apply_short_conv(
     *,
     silu: bool = False,
     context: Context | None = None,
+    mixture: Mixture | None = None,
 ) -> torch.Tensor:
-    """`short_convolution` of the first C columns of x, with `silu` followed by a SiLU; other columns
+    """`short_convolution` of the first C columns of x, mixed, with `silu` followed by a SiLU; other columns
     unchanged.
 
     x_BNW: [B, N, W], W ≥ C; with a decoding state, W = C. weight_KC: [K, C]. x continues the tokens that the
@@ -43,16 +44,18 @@ def apply_short_conv(
     of at least K − 1 tokens.
     Returns [B, N, W] in x's dtype.
     """
+    if state is None and context is None:
+        return convolve_columns(x_BNW, weight_KC, silu, cu_seqlens, mixture)
+    x_BNW = mix_columns(x_BNW, mixture)
     if state is not None:
         y_BNC = _conv_with_state(x_BNW, weight_KC, state, cu_seqlens)
         return F.silu(y_BNC) if silu else y_BNC
-    if context is not None:
-        (B, N, _), seen = x_BNW.shape, weight_KC.shape[0] - 1
-        x_BNW = torch.cat((context.previous(x_BNW[:, -seen:]), x_BNW), dim=1)
-        if cu_seqlens is not None:
-            cu_seqlens = (cu_seqlens + seen * (cu_seqlens // N + 1)).clamp(max=B * (N + seen))
-        return convolve_columns(x_BNW, weight_KC, silu, cu_seqlens)[:, seen:]
-    return convolve_columns(x_BNW, weight_KC, silu, cu_seqlens)
+    assert context is not None
+    (B, N, _), seen = x_BNW.shape, weight_KC.shape[0] - 1
+    x_BNW = torch.cat((context.previous(x_BNW[:, -seen:]), x_BNW), dim=1)
+    if cu_seqlens is not None:
+        cu_seqlens = (cu_seqlens + seen * (cu_seqlens // N + 1)).clamp(max=B * (N + seen))
+    return convolve_columns(x_BNW, weight_KC, silu, cu_seqlens)[:, seen:]
 
 
 def _conv_with_state(

@@ -311,7 +311,7 @@ class SoftmaxAttention(QKVAttention):
         saved = 3 * q + 2 * k + v  # qkv (v is a view of it), rotated q and k, o
         if self.conv is not None:
             saved += q + k + v  # the convolution's input
-        if self.value_mix is not None:
+        if self.value_mix is not None and self.conv is None:
             saved += v  # u − v
         if self.q_norm is not None:
             saved += (q + k) // 2  # of the norms' results: compiled blocks keep less, eager ones more

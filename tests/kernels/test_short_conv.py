@@ -80,6 +80,28 @@ def test_packed_sequences(dtype, silu):
     assert (dw - dw_exact).norm() < 1e-6 * dw_exact.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("N", [1, 5, 128, 300])
+def test_a_mixture(N, dtype):
+    """Guards: mixed columns that begin within a block, columns beside them, values that are a part of a wider
+    tensor, the gradients of what is mixed in."""
+    x, weight, dy = drawn(2, N, 840, 776, dtype)
+    values = torch.randn(2, N, 300, device="cuda").to(dtype)[..., 20:284].requires_grad_()
+    share = torch.rand(264, device="cuda").requires_grad_()
+    y = short_conv.convolve_columns(x, weight, True, mixture=short_conv.Mixture(500, values, share))
+    found = torch.autograd.grad(y, (x, weight, values, share), dy)
+    leaves = [leaf.detach().double().requires_grad_() for leaf in (x, weight, values, share)]
+    mixed = short_conv.mix_columns(leaves[0], short_conv.Mixture(500, *leaves[2:]))
+    y_exact = F.silu(short_conv.short_convolution(mixed[..., :776], leaves[1]))
+    dx, dw, du, ds = torch.autograd.grad(y_exact, leaves, dy[..., :776].double())
+    assert is_close(y[..., :776], y_exact, dtype) and torch.equal(y[..., 776:], x[..., 776:])
+    assert is_close(found[0][..., :776], dx[..., :776], dtype) and is_close(found[2], du, dtype)
+    for sums, exact_sums in ((found[1], dw), (found[3], ds)):
+        assert (sums - exact_sums).norm() < 1e-6 * exact_sums.norm()
+    fused = torch.ops.lingpt.short_conv_fwd
+    torch.library.opcheck(fused, (x, F.pad(weight, (0, 64)), 776, None, 500, values, share))
+
+
 def test_views_and_no_tokens():
     """Guards: columns of a wider projection, read where they lie; a gradient that is no contiguous tensor."""
     x, weight, dy = drawn(2, 70, 512, 256, torch.bfloat16)
@@ -109,7 +131,9 @@ def test_in_a_compiled_block():
         strict=True,
     ):
         assert torch.equal(found, expected)
-    torch.library.opcheck(torch.ops.lingpt.short_conv_fwd, (x, F.pad(weight, (0, 64)), 256, None))
+    torch.library.opcheck(
+        torch.ops.lingpt.short_conv_fwd, (x, F.pad(weight, (0, 64)), 256, None, 0, None, None)
+    )
 
 
 def test_forward_mode_is_refused():
