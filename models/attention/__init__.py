@@ -46,8 +46,8 @@ def with_options(cls: type[T]) -> type[T]:
 def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) -> str:
     """The attention and those of its options in `values` that are not at their defaults, as text:
     `ours-gated + output_gate + softmax_every=4`, or `hybrid + value_residual`: an alias of whose own options
-    at most one is at its default is used where that takes fewer words. Of several `softmax_every` that give
-    the same layers it is an alias's, or else the smallest.
+    at most three are at their defaults is used where that takes fewer words. Of several `softmax_every` that
+    give the same layers it is an alias's, or else the smallest.
 
     `parse_form` reads it, except for a list of layers that is no hybrid of `hybrid_layers`.
     """
@@ -68,7 +68,7 @@ def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) ->
         if own_label != label or not own_names <= declared.keys() or not set(own_every) <= set(every_words):
             continue
         undone = [_word(n, p.default) for n, p in declared.items() if n in own_names - options.keys()]
-        if len(undone) < 2:
+        if len(undone) <= 3:
             others = [word for word in words[1:] if word not in own] + undone
             shortest = min(shortest, [alias, *others, *([] if own_every else every_words[:1])], key=len)
     return " + ".join(shortest)

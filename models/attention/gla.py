@@ -25,7 +25,7 @@ from lingpt.kernels.gated_linear_attention import (
     gated_linear_attention,
     gated_linear_attention_with_state,
 )
-from lingpt.kernels.linear_attention.cuda.channel_decay import LONGEST_SEGMENT
+from lingpt.kernels.linear_attention.cuda.channel_decay import LONGEST_SEGMENT, MOST_KEYS
 from lingpt.kernels.short_conv import mix_columns
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import (
@@ -47,6 +47,10 @@ from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, apply_short_co
 GATE_RANK = 16
 
 
+def _n_head(gla_n_head: int, n_embd: int) -> int:
+    return gla_n_head or next(n for n in range(-(-n_embd // MOST_KEYS), n_embd + 1) if n_embd % n == 0)
+
+
 class GLAAttention(Attention):
     static_step = True
     constant_state = True
@@ -58,7 +62,12 @@ class GLAAttention(Attention):
         layer_idx: int,
         *,
         gla_n_head: Annotated[
-            int, Option("number of heads of `gla`, independent of the model's", least=1)
+            int,
+            Option(
+                "number of heads of `gla`, independent of the model's; 0: the fewest with at most "
+                f"{MOST_KEYS} channels of v each",
+                least=0,
+            ),
         ] = 4,
         gla_expand_k: Annotated[
             float,
@@ -90,22 +99,23 @@ class GLAAttention(Attention):
         super().__init__()
         self.gate_activation = GATE_ACTIVATIONS[gate_activation]
         self.backend, self.temperature, self.unit_qk = gla_backend, gla_temperature, gla_unit_qk
-        self.n_head, self.d_k, self.d_v = gla_n_head, int(gla_expand_k * config.n_embd), config.n_embd
+        self.n_head = _n_head(gla_n_head, config.n_embd)
+        self.d_k, self.d_v = int(gla_expand_k * config.n_embd), config.n_embd
         self.qkvr = nn.Linear(config.n_embd, 2 * self.d_k + 2 * self.d_v, bias=config.bias)
         self.conv = nn.Parameter(identity_filter(2 * self.d_k + self.d_v)) if short_conv else None
         self.gate_down = nn.Linear(config.n_embd, GATE_RANK, bias=False)
         self.gate_up = nn.Linear(GATE_RANK, self.d_k, bias=True)
-        self.input_gate = nn.Linear(config.n_embd, gla_n_head, bias=False) if input_gate else None
-        self.value_mix = nn.Parameter(torch.zeros(gla_n_head)) if value_residual else None
+        self.input_gate = nn.Linear(config.n_embd, self.n_head, bias=False) if input_gate else None
+        self.value_mix = nn.Parameter(torch.zeros(self.n_head)) if value_residual else None
         self.norm = GATE_NORMS[gate_norm](self.d_v // self.n_head, eps=config.norm_eps)
         self.proj = nn.Linear(self.d_v, config.n_embd, bias=config.bias)
 
     @classmethod
     def check(cls, config: Architecture, *, gla_n_head: int, gla_expand_k: float, **_: Any) -> None:
-        d_k = gla_expand_k * config.n_embd
-        if config.n_embd % gla_n_head or d_k % gla_n_head:
+        d_k, n_head = gla_expand_k * config.n_embd, _n_head(gla_n_head, config.n_embd)
+        if config.n_embd % n_head or d_k % n_head:
             raise UserError(
-                f"gla_n_head={gla_n_head} must divide n_embd={config.n_embd} and "
+                f"gla_n_head={n_head} must divide n_embd={config.n_embd} and "
                 f"gla_expand_k={gla_expand_k:g} times it, {d_k:g}"
             )
 
@@ -125,7 +135,8 @@ class GLAAttention(Attention):
         gla_backend: str,
         **_: Any,
     ) -> str:
-        Dk, Dv = (int(part * config.n_embd) // gla_n_head for part in (gla_expand_k, 1))
+        n_head = _n_head(gla_n_head, config.n_embd)
+        Dk, Dv = (int(part * config.n_embd) // n_head for part in (gla_expand_k, 1))
         try:
             return choose(gla_backend, torch.empty(1, 2, 1, Dk, device=device, dtype=dtype), Dv)
         except UserError as error:
@@ -184,8 +195,8 @@ class GLAAttention(Attention):
             saved += 2 * self.d_k + 4 * self.n_head  # q and k before it, and their lengths in fp32
         if self.input_gate is not None:
             saved += 2 * self.d_v + self.n_head  # v before it, with and without the SiLU, and the gate
-        if self.value_mix is not None and self.conv is None and self.gate_activation is F.silu:
-            saved += 2 * (self.d_k + self.d_v)  # the new q, k, v and u − v; a sigmoid's needs no qkvr besides
+        if self.value_mix is not None and self.gate_activation is F.silu:  # a sigmoid needs no qkvr besides
+            saved += 2 * (self.d_k + self.d_v)  # the new q, k and v, and u − v: not on a GPU
         return saved
 
     def sent_elements(self, tokens: int, pieces: int) -> int:

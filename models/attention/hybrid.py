@@ -13,8 +13,8 @@ SOFTMAX_EVERY = "softmax_every"  # in an attention's form: `ours-gated+softmax_e
 # Aliases (docs/results/study): the fast hybrid, and what learns best, with linear attention and without.
 ALIASES = {
     "hybrid": f"ours-gated+output_gate+gate_activation=sigmoid+short_conv+{SOFTMAX_EVERY}=6",
-    "hybrid-best": "gla+short_conv+gla_expand_k=1+gla_temperature=4+gate_activation=sigmoid+input_gate"
-    f"+softmax_conv+softmax_gate+softmax_qk_norm+{SOFTMAX_EVERY}=3",
+    "hybrid-best": "gla+short_conv+gla_n_head=0+gla_expand_k=1+gla_unit_qk+gla_temperature=4"
+    f"+gate_activation=sigmoid+input_gate+softmax_conv+softmax_gate+softmax_qk_norm+{SOFTMAX_EVERY}=3",
     "softmax-best": f"{SOFTMAX}+softmax_conv+softmax_gate+gate_activation=sigmoid+softmax_qk_norm",
 }
 

@@ -322,6 +322,14 @@ def test_gla_is_its_recurrence(small, short_conv, expand_k, options):
     torch.testing.assert_close(layer(x, model.cos[:N], model.sin[:N]), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("width", "heads"), [(32, 1), (256, 1), (512, 2), (768, 3), (896, 4), (2048, 8)])
+def test_the_fewest_heads_of_gla(width, heads):
+    """Guards: heads of 512 in pythia-1.4b's `hybrid-best`, wider than the kernel's."""
+    config = Config.from_name("demo", n_embd=width, attention="gla")
+    with torch.device("meta"):
+        assert ATTENTIONS["gla"](config, 0, gla_n_head=0).n_head == heads
+
+
 def test_norms_of_q_and_k_under_autocast(small, tokens):
     """Guards: PyTorch's warning about dtypes, in the terminal of every run with such norms."""
     model = small("softmax", softmax_qk_norm=True, softmax_gate=True, gate_norm="rms")

@@ -122,7 +122,7 @@ def test_config_survives_json():
         ({"rotary_percentage": 0.05}, "rotates 3 dimensions: choose one that gives an even number"),
         ({"rope_base": 0}, "rope_base is 0; it must be"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0; it must be"),
-        ({"attention": "gla", "gla_n_head": 0}, "gla_n_head is 0; it must be a whole number"),
+        ({"attention": "gla", "gla_n_head": -1}, "gla_n_head is -1; it must be a whole number"),
         ({"attention": "ours-gated", "normalize": False}, "normalize=False needs output_gate=True"),
         ({"attention": "ours+conv_silu"}, "conv_silu=True needs short_conv=True"),
         ({"attention": "ours+constant=false"}, "constant=False needs output_gate=True without"),
@@ -255,6 +255,14 @@ def test_an_alias_and_more_options(alias: str):
         first, *others = named.split(" + ")
         assert first == alias and set(others) == set(options.split(" + "))
         assert ModelArgs("pythia-70m", attention=named) == args
+
+
+def test_an_alias_less_three_of_its_options():
+    """The rows of the search before it was what it is."""
+    options = {"gla_n_head=4", "gla_unit_qk=false", "gla_temperature=16"}
+    args = ModelArgs("pythia-70m", attention=" + ".join(("hybrid-best", *options)))
+    first, *others = attention_form(args.attention, vars(args)).split(" + ")
+    assert first == "hybrid-best" and set(others) == options
 
 
 @pytest.mark.parametrize("n_layer", [2, 3, 4])
