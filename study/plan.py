@@ -27,6 +27,7 @@ from lingpt.study.jobs import Slot, gpu_slots, scoring_slots
 from lingpt.study.runs import StudyRun
 from lingpt.train.model import model_config
 from lingpt.train.planning.machine import choose_machine
+from lingpt.train.planning.memory_fit import checkpoint_bytes
 from lingpt.train.planning.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, peak_flops, run_flops
 
 QUESTION_TOKENS = 120  # of a benchmark's question with its choices, or of an example before it
@@ -261,9 +262,7 @@ def _disk(
     """Maximum bytes of checkpoints: those of the short runs are deleted before the runs begin."""
 
     def size(some: Sequence[StudyRun]) -> float:
-        # Weights and AdamW's two moments in fp32; one checkpoint more than are kept, while it is written.
-        kept = ((models[run.name], run.recipe.train.keep_checkpoints) for run in some)
-        return sum(12 * model.num_parameters() * (keep + 1) for model, keep in kept)
+        return sum(checkpoint_bytes(models[run.name], run.recipe)[1] for run in some)
 
     started = [run for run in runs if run.started]
     tuning = [run for run in rate_runs if not run.is_finished()]

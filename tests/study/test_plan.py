@@ -166,14 +166,18 @@ def test_a_run_is_not_sooner_done_for_cards_that_it_has_not(jobs, slots, seconds
 
 
 def test_the_plan_has_the_disk_that_the_rates_take(here, capsys):
-    """Guards: the short runs' checkpoints, all of which are there until the last is over, were forgotten."""
+    """Guards: the short runs' checkpoints, all of which are there until the last is over, were forgotten; and
+    the one that a run keeps beside the newest two, for `keep_best`."""
 
-    def disk(rates, *more):
-        write(TINY | {"learning_rates": rates, "seeds": 1, "attentions": ["softmax"]})
+    def disk(rates, *more, **options):
+        changes = {"options": TINY["options"] | options, "attentions": ["softmax"]}
+        write(TINY | {"learning_rates": rates, "seeds": 1} | changes)
         assert main([*COMMAND, "--dry_run", "true", *more]) == 0
-        return float(re.search(r"^disk +([\d.]+) MB", capsys.readouterr().out, re.M)[1])
+        return float(re.search(r"^disk +([\d.]+) M?B", capsys.readouterr().out, re.M)[1])
 
     one = disk([])
+    assert disk([], **{"train.keep_best": True}) == pytest.approx(one * 4 / 3, rel=0.01)
+    assert disk([], **{"train.keep_checkpoints": 0}) == 0
     assert disk([1e-3]) == one  # it is gone when the run begins
     assert disk([1e-3, 3e-3, 1e-2]) == pytest.approx(3 * one, rel=0.01)
     assert disk([1e-3, 3e-3, 1e-2], "--stages", "runs") == one

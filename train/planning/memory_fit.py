@@ -62,6 +62,14 @@ def moments(gpt: GPT, recipe: Recipe) -> int:
     return 2 * gpt.num_parameters() - sum(matrix.numel() for matrix in matrices)
 
 
+def checkpoint_bytes(gpt: GPT, recipe: Recipe) -> tuple[int, int]:
+    """Bytes of a checkpoint, of weights and moments; and of all that a run keeps while it writes one."""
+    t = recipe.train
+    one = (gpt.num_parameters() + moments(gpt, recipe)) * (2 if t.precision == "bf16-true" else 4)
+    kept = t.keep_checkpoints + t.keep_best + (t.schedule == "wsd") + 1
+    return one, one * kept if t.keep_checkpoints else 0
+
+
 def memory_here(machine: Machine, gpt: GPT, recipe: Recipe, precision: str | None = None) -> dict[str, int]:
     """`memory_needed` on each device of `machine`, as it will train, or at another `precision`, if given."""
     return memory_needed(

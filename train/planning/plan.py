@@ -10,13 +10,13 @@ from lingpt.models import GPT
 from lingpt.train.config import Recipe
 from lingpt.train.planning.machine import Machine
 from lingpt.train.planning.memory_fit import (
+    checkpoint_bytes,
     fits,
     fits_here,
     largest_that_fits,
     memory_here,
     memory_needed,
     micro_batch_sizes,
-    moments,
     needs_whole_model,
     too_small_message,
 )
@@ -73,8 +73,7 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
     need = memory_here(machine, gpt, recipe, precision)
     parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in need.items() if name != "total")
     weight = 2 if precision == "bf16-true" else 4  # bytes
-    checkpoint = (gpt.num_parameters() + moments(gpt, recipe)) * weight
-    most = checkpoint * (t.keep_checkpoints + t.keep_best + (t.schedule == "wsd") + 1)
+    checkpoint, most = checkpoint_bytes(gpt, recipe)
     saved = "nothing is saved"
     if t.keep_checkpoints:
         saved = f"{scaled(checkpoint, 'B')} a checkpoint, {scaled(most, 'B')} at most while saving"
