@@ -133,11 +133,12 @@ def test_seeds_that_are_not_alike_are_said_to_be(here, other):
         text = f"1f{seed}" if other == "data" else "1f0"
         write_record(f"softmax-seed{seed}", {"hardware": {"name": card}, "data": {"fingerprint": text}})
     edit_metrics("softmax-seed1", "128.0", "64.0")
+    edit_metrics("softmax-seed1", '"loss": 4.0', '"loss": 5.0')
     page = page_of_the_study()
     notes = page.partition("## Notes\n")[2].partition("\n## ")[0]
     assert "- the seeds of softmax differ in cards, data or settings: curve and times are softmax-" in notes
     assert ("the runs were trained on different data: 1f0, 1f1" in notes) == (other == "data")
-    assert rows_of_summary()[0]["seeds"] == [0, 1]
+    assert (rows_of_summary()[0]["seeds"], rows_of_summary()[0]["loss"]) == ([0, 1], 4.5)
     assert rows_of_summary()[0]["tokens_per_second"] == (128.0 if other == "card" else 96.0)
 
 
@@ -274,8 +275,14 @@ def test_rows_that_are_trained_alike_are_two_rows(here):
     )
     fake_run("softmax-seed0"), fake_run("again-seed0")
     edit_metrics("again-seed0", '"tokens_per_second"', '"speed"')
-    page_of_the_study()
+    edit_metrics(
+        "softmax-seed0",
+        '7.0, "tokens_per_second": 128.0, "mfu": null',
+        '7.0, "tokens_per_second": 1.0, "mfu": 0.4',
+    )
+    page = page_of_the_study()
     rows = rows_of_summary()
+    assert (rows[0]["tokens_per_second"], rows[0]["mfu"]) == (128.0, 0.4) and "| 128      | 40.0 % |" in page
     assert [row["row"] for row in rows] == ["softmax", "again"] and rows[1]["tokens_per_second"] is None
 
 
@@ -303,11 +310,14 @@ def test_rows_are_compared_over_their_seeds(here, pictures, monkeypatch):
 
 
 def test_times_and_losses_are_compared_with_the_row_that_is_named(here, capsys):
-    """Guards: time to a loss relative to softmax, whatever was asked for."""
+    """Guards: time to a loss relative to softmax, whatever was asked for. The slower row's loss is taken at
+    the time of the fastest."""
     rows = ["gla", "softmax", "ours"]
     write_tiny(attentions=rows, suites=[])
     for row in rows:
         fake_run(f"{row}-seed0")
+    for step in (4, 3, 2, 1):
+        edit_metrics("ours-seed0", f'"train_time": {step}.0', f'"train_time": {2 * step}.0')
     for baselines, words, compared in [
         ([], [], ["softmax"]),
         ([], ["--baseline", "ours"], ["ours"]),
@@ -316,6 +326,11 @@ def test_times_and_losses_are_compared_with_the_row_that_is_named(here, capsys):
         write_tiny(attentions=rows, suites=[], baselines=baselines)
         text = page_of_the_study(*words)
         assert f"ratio to that of {compared[0]}." in text
+        ours, gla = ("1.00", "0.50") if compared[0] == "ours" else ("2.00", "1.00")
+        assert re.search(rf"^\| ours .*\({ours}×\) \|$", text, re.M) and f"({gla}×) |" in text
+        assert [row["loss_at_equal_time"] for row in rows_of_summary()] == [4.0, 4.0, 6.0]
+        reached = json.loads((FOLDER / "summary.json").read_text())["time_to_loss"][-1]
+        assert reached["loss"] == 4.0 and f"{reached['runs']['ours']['ratio']:.2f}" == ours
         assert sorted(re.findall(r"minus (\S+)", text)) == sorted(compared)
     capsys.readouterr()
     assert main([*COMMAND, "--stages", "page", "--baseline", "our"]) == 2
