@@ -144,14 +144,15 @@ def test_seeds_that_are_not_alike_are_said_to_be(here, other):
 
 def test_the_rates_that_were_tried_and_used(here):
     """Guards: a table of rates without any, and a row that had begun before its rate was chosen."""
-    write_tiny(learning_rates=[1e-3, 3e-3], rate_tokens=512, suites=[], attentions=["softmax", "ours"])
+    write_tiny(learning_rates=[1e-3, 3e-3], rate_tokens=256, suites=[], attentions=["softmax", "ours"])
     fake_run("softmax-seed0"), fake_run("ours-seed0")  # both at 0.003
     assert "## Learning rates" not in page_of_the_study()
     for rate in (1e-3, 3e-3):
-        fake_run(f"softmax-rate{rate:g}")
-    edit_metrics("softmax-rate0.001", '"loss": 4.0', '"loss": 3.5')
+        fake_run(f"softmax-rate{rate:g}", steps=2)
+    edit_metrics("softmax-rate0.001", '"loss": 6.0', '"loss": 5.5')
     table = page_of_the_study().partition("## Learning rates\n")[2]
-    assert re.search(r"^\| softmax \| 3.5000 \| 4.0000 \| 0.001 \| 0.003 \|$", table, re.M)
+    assert "Validation loss after 256 tokens" in table
+    assert re.search(r"^\| softmax \| 5.5000 \| 6.0000 \| 0.001 \| 0.003 \|$", table, re.M)
     assert re.search(r"^\| ours    \| –      \| –      \| –     \| 0.003 \|$", table, re.M)
 
 
@@ -303,7 +304,7 @@ def test_rows_are_compared_over_their_seeds(here, pictures, monkeypatch):
     assert "| 0, 1, 2 | 4.1000 ± 0.1000 | +0.1000 ± 0.1155 | –                |" in page  # √(0.01/3 + 0.03/3)
     assert "| 0, 1, 2 | 4.0000 ± 0.1732 | –                | −0.1000 ± 0.1155 |" in page
     assert "| 0, 1    | 5.0000 ± 0.0000 | +1.0000 ± 0.1000 | +0.9000 ± 0.0577 |" in page
-    assert "Tokens/s" not in page and "ours-seed2: not trained\n" in page
+    assert "Tokens/s" not in page and "Time to a loss" not in page and "ours-seed2: not trained\n" in page
     assert "; gla: mean of 3 seeds, band" in page  # of what is drawn
     picture = (FOLDER / "curves.svg").read_text()
     assert "ours" in picture and "softmax" not in picture and "training time" not in picture

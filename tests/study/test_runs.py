@@ -49,6 +49,22 @@ def test_a_rate_without_a_dot_is_a_number(here):
     assert run.recipe.train.learning_rate == 1e-3 and run.has_result()
 
 
+def test_only_a_validation_at_the_last_step_is_a_result(here):
+    """Guards: a run that was killed before its last validation, or whose loss is no number, was done."""
+    write(TINY | {"learning_rates": [], "seeds": 1})
+    early = {"kind": "val", "step": 3, "tokens": 384, "train_time": 3.0, "loss": 5.0}
+    fake_run("softmax-seed0", steps=3, last=early)
+    run = study_runs(read_study(Path("study-tiny.yaml")), Path("runs/study-tiny"), {}, None)[0]
+    assert run.exclusion_reason() == "unfinished, at step 3 of 4" and not run.is_finished()
+    fake_run("softmax-seed0")
+    metrics = run.folder / "metrics.jsonl"
+    *before, val = metrics.read_text().splitlines()
+    for line in ("", *(val.replace("4.0}", f"{loss}}}") for loss in ("null", "NaN", "Infinity", '"low"'))):
+        metrics.write_text("\n".join([*before, line]) + "\n")
+        assert run.exclusion_reason().startswith("no validation loss at its last step") and run.loss is None
+        assert not run.is_finished()
+
+
 def test_runs_keep_the_rate_that_they_were_begun_with(here):
     """A short run that ends later and chooses another rate changes neither the runs nor what is printed."""
     write(
@@ -126,6 +142,12 @@ def test_a_study_goes_on_where_its_data_has_moved(here, capsys):
     printed = capsys.readouterr().out
     assert f"mixed-seed0: trained otherwise than the study now says {change}: {mend}" in printed
     assert page.read_text() == before and f"{page} is left as it is: no run has results" in printed
+    assert main([*COMMAND, "--source", "nowhere.jsonl", *moved[2:], "--stages", "page"]) == 0
+    assert "moved/train.jsonl → nowhere.jsonl" in capsys.readouterr().out
+    wider = {"softmax": {"model.intermediate_size": 96}}
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": wider})
+    assert main([*COMMAND, *moved, "--stages", "page", "--attentions", "softmax"]) == 0
+    assert "trained otherwise than the study now says (model.intermediate_size: " in capsys.readouterr().out
 
 
 def test_metrics_are_read_once(here, monkeypatch):
