@@ -160,7 +160,7 @@ def _differences(config: dict[str, Any], recipe: Recipe) -> list[str]:
     but that make it another run of the study."""
     recorded = recipe_from_dict(config)
     found = differences(config, recipe.to_dict(), MAY_CHANGE)
-    for key in ("decay_steps", "init_from"):
+    for key in ("decay_steps", "init_from", "segments"):
         before, now = getattr(recorded.train, key), getattr(recipe.train, key)
         found += [f"train.{key}: {before} → {now}"] if differs(before, now) else []
     steps = recorded.total_steps, recipe.total_steps

@@ -81,6 +81,28 @@ def test_runs_keep_the_rate_that_they_were_begun_with(here):
     assert "softmax-seed0:" not in page and "| 3.5000 | 0.003 | 0.001 |" in page  # the best, and the one used
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"decay_steps": 2}, "train.decay_steps: 2 → None"),
+        ({"segments": 2}, "train.segments: 2 → 1"),
+        ({"init_from": "runs/other"}, "train.init_from: runs/other → runs/first"),
+        ({"max_tokens": 256}, "steps: 2 → 4"),
+        ({"init_from": "/a/runs/first"}, "train.init_from: /a/runs/first → runs/first"),
+        ({"init_from": "runs/first", "micro_batch_size": 2, "wandb": True}, None),
+    ],
+)
+def test_what_may_change_in_a_run_that_resumes_may_not_in_a_study(here, change, said):
+    """Guards: a row whose segments had changed kept the run with the old ones. What leaves the losses alone
+    may change."""
+    options = TINY["options"] | {"train.init_from": "runs/first"}
+    write(TINY | {"learning_rates": [], "seeds": 1, "options": options})
+    fake_run("softmax-seed0", **change)
+    run = study_runs(read_study(Path("study-tiny.yaml")), Path("runs/study-tiny"), {}, None)[0]
+    found = run.exclusion_reason()
+    assert found is None if said is None else f"({said})" in found
+
+
 @pytest.mark.slow
 def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
     """A row whose options changed, a run of another rate or length: in no table, not trained over, and named
