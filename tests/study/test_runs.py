@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def test_the_best_rate_is_chosen(here):
     (folder / "softmax-rate0.003" / "metrics.jsonl").write_text(text.replace('"loss": 4.0', '"loss": 3.5'))
     assert read_rate_search(tried).chosen == {"softmax": 3e-3}
     assert study_runs(study, folder, {"softmax": 3e-3}, None)[0].options["train.learning_rate"] == 3e-3
+    changed = rate_runs(replace(study, rate_tokens=256, rate_options={"train.z_loss": 0.5}), folder, None)
+    assert (changed[0].recipe.total_steps, changed[0].recipe.train.z_loss) == (2, 0.5)
 
 
 def test_a_rate_without_a_dot_is_a_number(here):
@@ -66,7 +69,8 @@ def test_only_a_validation_at_the_last_step_is_a_result(here):
 
 
 def test_runs_keep_the_rate_that_they_were_begun_with(here):
-    """A short run that ends later and chooses another rate changes neither the runs nor what is printed."""
+    """A short run that ends later and chooses another rate changes neither the runs nor what is printed. The
+    first seed decides; a rate that is not one of the study's is no rate of its runs."""
     write(
         TINY | {"learning_rates": [1e-3, 3e-3], "suites": [], "attentions": ["softmax"], "rate_tokens": 512}
     )
@@ -79,6 +83,18 @@ def test_runs_keep_the_rate_that_they_were_begun_with(here):
     page = Path("runs/study-tiny/README.md").read_text()
     assert re.search(r"\| softmax \| \S+ k +\| 0.001 +\| 0 +\| 4.0000", page)
     assert "softmax-seed0:" not in page and "| 3.5000 | 0.003 | 0.001 |" in page  # the best, and the one used
+    fake_run("softmax-seed1", learning_rate=3e-3, min_learning_rate=3e-4)
+    otherwise = r"trained otherwise than the study now says \(train.learning_rate: "
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert re.search(rf"^- softmax-seed1: {otherwise}0.003 → 0.001", page, re.M)
+    fake_run("softmax-seed0", learning_rate=2e-3)
+    study, folder = read_study(Path("study-tiny.yaml")), Path("runs/study-tiny")
+    found = study_runs(study, folder, {"softmax": 1e-3}, None)
+    assert found[1].recipe.train.learning_rate == 3e-3 and re.match(otherwise, found[0].exclusion_reason())
+    (folder / "softmax-seed0" / "config.yaml").write_text("train: 3")
+    found = study_runs(study, folder, {"softmax": 1e-3}, None)
+    assert "does not say what it was trained with" in found[0].exclusion_reason()
 
 
 @pytest.mark.parametrize(
