@@ -34,6 +34,19 @@ def test_the_best_rate_is_chosen(here):
     assert study_runs(study, folder, {"softmax": 3e-3}, None)[0].options["train.learning_rate"] == 3e-3
     changed = rate_runs(replace(study, rate_tokens=256, rate_options={"train.z_loss": 0.5}), folder, None)
     assert (changed[0].recipe.total_steps, changed[0].recipe.train.z_loss) == (2, 0.5)
+    fake_run("softmax-rate0.001", seed=1, root="runs")  # of another study
+    assert read_rate_search(tried).unfinished["softmax"] == ["softmax-rate0.001"]
+
+
+def test_a_run_gets_the_cards_of_its_slot(here):
+    """And no CPU in their place if they die, unless the study asks for one."""
+    auto = {key: value for key, value in TINY["options"].items() if key != "train.accelerator"}
+    for options, accelerator in ((auto, "cuda"), (TINY["options"], "cpu")):
+        write(TINY | {"options": options})
+        study = read_study(Path("study-tiny.yaml"))
+        for run in (*rate_runs(study, Path("runs"), 4), *study_runs(study, Path("runs"), {}, 4)):
+            assert run.options["train.devices"] == 4
+            assert run.recipe.train.accelerator == accelerator
 
 
 def test_a_rate_without_a_dot_is_a_number(here):
