@@ -336,18 +336,24 @@ def test_a_skipped_step_is_logged_and_can_be_replayed(make_recipe, monkeypatch):
 
 
 def test_a_step_that_was_not_trained_is_not_replayed(make_recipe):
-    """Guards: losses of a step that the run does not have. A step of the metrics alone counts."""
+    """Guards: losses of a step that the run does not have, or of damaged weights. A step of the metrics alone
+    counts."""
     folder = train(make_recipe(max_steps=4))
     with pytest.raises(UserError, match=r"--step 5: .* has 4 steps"):
         replay(folder, 5, device="cpu")
     shutil.rmtree(folder / "checkpoints/step-00000004")
     assert "step 4, with the weights of step-00000003" in replay(folder, 4, device="cpu")
+    state = folder / "checkpoints/step-00000003/train_state.pt"
+    state.write_bytes(state.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match=r"train_state.pt"):
+        replay(folder, 4, device="cpu")
 
 
 @pytest.mark.parametrize("segments", [1, 4])
 def test_replay_gives_the_loss_and_the_norm_of_training(make_recipe, segments):
-    """Guards: whole sequences for a run in segments, whose softmax layers see less."""
-    recipe = make_recipe(save_interval=4, grad_clip=1e-9, segments=segments)
+    """Guards: whole sequences for a run in segments, whose softmax layers see less. The samples are the
+    seed's, the worst first, and their mean is the step's."""
+    recipe = make_recipe(save_interval=4, grad_clip=1e-9, segments=segments, seed=3, z_loss=0.01)
     recipe.model.attention = ["ours", "softmax"]
     folder = train(recipe)
     line = next(line for line in read_metrics(folder) if line["step"] == 5)
@@ -356,6 +362,8 @@ def test_replay_gives_the_loss_and_the_norm_of_training(make_recipe, segments):
     assert loss == pytest.approx(line["loss"], abs=1e-4)
     assert norm == pytest.approx(line["grad_norm"], rel=1e-3)
     assert "not as it was trained" not in text
+    shown = [float(row.split()[0]) for row in text.splitlines() if "position" in row]
+    assert shown == sorted(shown, reverse=True) and sum(shown) / 8 == pytest.approx(loss, abs=1e-3)
 
 
 @pytest.mark.slow
