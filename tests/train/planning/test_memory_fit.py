@@ -1,5 +1,6 @@
 """What a machine can carry, and the line where it cannot."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -7,12 +8,22 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.format import scaled
+from lingpt.common.format import duration, scaled
 from lingpt.models import GPT, ModelArgs
 from lingpt.train import Recipe, TrainConfig, train
+from lingpt.train.planning import memory_fit
 from lingpt.train.planning.machine import Machine
-from lingpt.train.planning.memory_fit import fits, memory_needed, out_of_memory, what_fits_message
+from lingpt.train.planning.memory_fit import (
+    check_machine,
+    checkpoint_bytes,
+    fits,
+    memory_needed,
+    micro_batch_sizes,
+    out_of_memory,
+    what_fits_message,
+)
 from lingpt.train.planning.plan import format_plan
+from lingpt.train.planning.throughput import CPU_CORE_FLOPS, STATED_MFU, run_flops
 
 
 def a_run(memory: float, micro_batch_size: int, **options) -> tuple[Machine, Recipe]:
@@ -54,10 +65,14 @@ def test_out_of_memory_says_what_was_needed_and_what_fits(memory, micro_batch_si
     [("ddp", 8, r"^--train.strategy fsdp --train.micro_batch_size 1"), ("fsdp", 2, r"^4 such devices")],
 )
 def test_who_has_several_devices_is_not_told_to_take_fewer(strategy, devices, fix):
-    """Guards: `2 such devices` to someone who has eight."""
+    """Guards: `2 such devices` to someone who has eight, or their memory."""
     machine, recipe = a_run(24e9 if strategy == "ddp" else 14e9, 1)
-    machine = replace(machine, strategy=strategy, devices=devices)
-    assert re.match(fix, what_fits_message(machine, GPT.on_meta(recipe.model.config()), recipe))
+    machine, gpt = replace(machine, strategy=strategy, devices=devices), GPT.on_meta(recipe.model.config())
+    advice = what_fits_message(machine, gpt, recipe)
+    recipe.train.activation_checkpointing = True
+    need = memory_needed(gpt, recipe, "bf16-mixed", over=8 if strategy == "ddp" else 4)["total"]
+    assert re.match(fix, advice) and advice.endswith(f"(about {scaled(need, 'B')} each)")
+    assert micro_batch_sizes(recipe, 8) == [1, 3]
 
 
 def test_advice_counts_what_is_gathered_once():
@@ -69,6 +84,10 @@ def test_advice_counts_what_is_gathered_once():
     need = memory_needed(gpt, recipe, "bf16-mixed", size, 2, gathers_once=True)["total"]
     assert what_fits_message(machine, gpt, recipe).endswith(f"(about {scaled(need, 'B')})")
     assert need > memory_needed(gpt, recipe, "bf16-mixed", size, 2)["total"]
+    machine = replace(machine, memory=int(need * 1.08 + 1e9) - 10)
+    assert f"--train.micro_batch_size {size} " not in what_fits_message(machine, gpt, recipe)
+    total = re.search(r"memory +(\S+ GB) a device", format_plan(recipe, machine, gpt))[1]
+    assert total == scaled(memory_needed(gpt, recipe, "bf16-mixed", None, 2, True)["total"], "B")
 
 
 @pytest.mark.parametrize("options", [{"optimizer": "muon"}, {"teacher": "runs/sm", "imitate": "logits"}])
@@ -90,6 +109,11 @@ def test_a_model_that_no_card_holds_whole_is_trained_in_parts():
     way = "--train.micro_batch_size 1 --train.activation_checkpointing true"
     assert what_fits_message(machine, gpt, recipe).startswith(way)
     assert what_fits_message(replace(machine, memory=6e9), gpt, recipe).startswith("shorter sequences")
+    plans = [format_plan(recipe, replace(machine, strategy=name), gpt) for name in ("fsdp", "ddp")]
+    for plan, verdict in zip(plans, ("fits +[1-9]", "does not fit +none fits "), strict=True):
+        assert re.search(f"^A100 80GB +80 GB +{verdict}", plan, re.M)
+    sharded, whole = (float(re.search(r"^host +(\S+) GB", plan, re.M)[1]) for plan in plans)
+    assert whole == pytest.approx(8 * sharded, rel=0.01)
 
 
 def test_a_dry_run_says_how_many_cards_a_large_model_takes():
@@ -118,6 +142,39 @@ def test_muon_keeps_one_number_for_each_weight_of_its_matrices():
     assert adamw - muon == 4 * matrices and float(less_on_host) < 0.75 * float(on_host)
 
 
+def test_a_run_s_disk_is_of_all_that_it_keeps():
+    """The newest two, the best, the one that it can be extended from, and the one that is written."""
+    _, recipe = a_run(80e9, 1, schedule="wsd", keep_best=True)
+    gpt = GPT.on_meta(recipe.model.config())
+    one, most = checkpoint_bytes(gpt, recipe)
+    assert (one, most) == (12 * gpt.num_parameters(), 5 * one)
+    recipe.train.precision, recipe.train.schedule = "bf16-true", "cosine"
+    assert checkpoint_bytes(gpt, recipe) == (one // 2, 2 * one)
+
+
+def test_a_cpu_is_refused_what_takes_it_more_than_a_week(monkeypatch):
+    """On all of its cores, unless it is asked for; and more memory than it has for all processes."""
+    monkeypatch.setattr(memory_fit, "available_cores", lambda: 4)
+    _, recipe = a_run(0, 24)
+    gpt = GPT.on_meta(recipe.model.config())
+    machine = Machine(
+        "cpu", 1, 1, "32-true", "CPU", int(1.5 * memory_needed(gpt, recipe, "32-true")["total"])
+    )
+    a_day = 10 * 86400 * 4 * CPU_CORE_FLOPS / run_flops(gpt, recipe)  # in steps
+    recipe.train.max_steps = int(6.9 * a_day)
+    check_machine(machine, gpt, recipe)
+    with pytest.raises(UserError, match="GB of memory, and it has"):
+        check_machine(replace(machine, devices=2), gpt, recipe)
+    recipe.train.max_steps = int(7.2 * a_day)
+    with pytest.raises(UserError, match="the run would need about 7 d") as raised:
+        check_machine(machine, gpt, recipe)
+    need = math.ceil(memory_needed(gpt, recipe, "bf16-mixed", 1)["total"] / 1e9)
+    time = duration(run_flops(gpt, recipe) / (STATED_MFU * 312e12))
+    assert f"one with {need} GB or more (such as A100 40GB: about {time} at" in str(raised.value)
+    recipe.train.accelerator = "cpu"
+    check_machine(machine, gpt, recipe)
+
+
 @pytest.mark.parametrize("options", [{"segments": 2}, {"context_parallel": 2}])
 def test_gradients_that_stay_are_counted(options):
     """Guards: gradients that were said to be freed before the step's end: of the segments before, which are
@@ -133,9 +190,12 @@ def test_a_teachers_weights_are_counted():
     """Guards: the memory of a linearised model as if it learnt alone, 5.7 GB less for pythia-1.4b."""
     _, recipe = a_run(80e9, 1)
     gpt = GPT.on_meta(recipe.model.config())
-    alone = memory_needed(gpt, recipe, "bf16-mixed")
-    recipe.train.teacher = "runs/sm"
-    assert memory_needed(gpt, recipe, "bf16-mixed")["total"] - alone["total"] == 4 * gpt.num_parameters()
+    for precision, size in (("bf16-mixed", 4), ("bf16-true", 2)):
+        recipe.train.teacher = None
+        alone = memory_needed(gpt, recipe, precision)
+        recipe.train.teacher = "runs/sm"
+        more = memory_needed(gpt, recipe, precision)["total"] - alone["total"]
+        assert more == size * gpt.num_parameters()
 
 
 def test_where_the_estimate_fits_something_else_may_use_the_card():
@@ -155,6 +215,14 @@ def test_a_dry_run_says_that_it_does_not_fit_and_what_would():
     plan = format_plan(recipe, machine, gpt)
     assert "does not fit: micro-batches of 24 need about" in plan
     assert what_fits_message(machine, gpt, recipe) in plan and "at 40% MFU" in plan
+    seconds = run_flops(gpt, recipe) / (STATED_MFU * 989e12)
+    assert plan.endswith(duration(seconds))
+    assert re.search(rf"^H200 .* {duration(seconds)} +{duration(seconds / 8)} *$", plan, re.M)
+    plan = format_plan(recipe, replace(machine, precision="32-true"), gpt)
+    assert re.search(rf"^H200 .* {duration(seconds * 989 / 67)} ", plan, re.M)
+    cpu = replace(machine, accelerator="cpu", precision="32-true")
+    needs = [re.search("^memory .*", format_plan(recipe, where, gpt), re.M)[0] for where in (machine, cpu)]
+    assert needs[0] == needs[1] and "bf16-mixed" in needs[0]
 
 
 def test_a_long_sequence_is_told_to_wait_in_the_hosts_memory():

@@ -43,6 +43,7 @@ def test_softmax_is_divided_evenly():
     assert rate == pytest.approx(one * (1 - sending), rel=1e-6)
     sent = 2 * 24 * 2**15 * 4 * 2048 // 4
     assert f"each sends {scaled(sent, 'B')} to each of the others" in plan
+    assert "4 devices × micro-batch 1 × 1 accumulated" in plan
 
 
 def test_devices_beyond_a_sequences_train_others():
