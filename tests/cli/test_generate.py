@@ -1,0 +1,96 @@
+"""`lingpt generate`: its options reach the model; a document of any length, kept in a file or not."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lingpt.cli.chat import replies
+from lingpt.cli.main import main
+from lingpt.common.errors import UserError
+from lingpt.data.tokenizer import Tokenizer, train_bpe
+from lingpt.models import GPT, ModelArgs, generate, load_model, save_model
+
+DOCUMENT = "the old mill stands by the river and the river runs by the mill " * 9
+BLOCK = 48
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make(folder: Path, attention: str) -> tuple[GPT, Tokenizer]:
+    """The model folder `attention`, with random weights, and what is in it."""
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": BLOCK, "vocab_size": 300}
+    tokenizer = train_bpe([DOCUMENT], 300)
+    (folder / attention).mkdir()
+    tokenizer.save(folder / attention)
+    save_model(GPT.create(ModelArgs("small", attention, **sizes).config(), seed=0), folder / attention)
+    return load_model(folder / attention), tokenizer
+
+
+def shown(capsys, *words: str) -> str:
+    """What the verb prints on a CPU."""
+    capsys.readouterr()
+    assert main(["generate", *words, "--device", "cpu"]) == 0
+    return capsys.readouterr().out
+
+
+def test_its_options_reach_the_model(folder, capsys):
+    model, tokenizer = make(folder, "ours")
+    ids = tokenizer.encode("the river")
+    options = {"temperature": 1.7, "top_k": 90, "seed": 3}
+    text = generate(model, torch.tensor([ids]), 9, vocab_size=tokenizer.vocab_size, **options)[0].tolist()
+    words = [f"--{key}={value}" for key, value in options.items()]
+    assert tokenizer.eos_id not in text
+    found = shown(capsys, "ours", "--prompt", "the river", "--max_new_tokens", "9", *words)
+    assert found == tokenizer.decode(text) + "\n"
+
+
+def test_a_document_is_read_once_and_asked_twice(folder, capsys):
+    """With its state in a file, the text is that of the document before the prompt; it is longer than the
+    block size. A file is not written over, and one that is missing is a line."""
+    make(folder, "ours")
+    Path("long.txt").write_text(DOCUMENT)
+    greedy = ["ours", "--temperature", "0", "--max_new_tokens", "60"]
+    ask = [*greedy, "--prompt", "the river"]
+    whole = shown(capsys, *ask, "--document", "long.txt")
+    assert whole.startswith("the river") and whole != shown(capsys, *ask)
+    assert shown(capsys, *greedy, "--document", "long.txt", "--state", "a").startswith("a: ")
+    assert [shown(capsys, *ask, "--state", "a") for _ in range(2)] == [whole, whole]
+    told, text = shown(capsys, *ask, "--document", "long.txt", "--state", "b").split("\n", 1)
+    assert told.startswith("b: ") and text == whole
+    for words, line in ((["--document", "long.txt"], "a exists already"), ([], "c does not exist")):
+        assert main(["generate", *ask, *words, "--state", line[0]]) == 2
+        assert line in capsys.readouterr().err
+
+
+def test_softmax_stops_at_the_block_size(folder, capsys):
+    """The last token that has room is generated; a prompt that fills the block is a line."""
+    model, tokenizer = make(folder, "softmax")
+    ids = tokenizer.encode(DOCUMENT)[:BLOCK]
+    prompt, full = tokenizer.decode(ids[:-1]), tokenizer.decode(ids)
+    assert tokenizer.encode(prompt) == ids[:-1] and tokenizer.encode(full) == ids
+    expected = generate(model, torch.tensor([ids[:-1]]), 1, temperature=0, vocab_size=tokenizer.vocab_size)
+    found = shown(capsys, "softmax", "--temperature", "0", "--prompt", prompt)
+    assert found == tokenizer.decode(expected[0].tolist()) + "\n"
+    assert main(["generate", "softmax", "--device", "cpu", "--prompt", full]) == 2
+    assert f"block size {BLOCK}: shorten it" in capsys.readouterr().err
+
+
+def test_a_reply_ends_where_the_block_or_the_text_does(folder):
+    """Guards: an error of `--chat` where a shorter reply has room; a reply that goes on behind its end."""
+    model, tokenizer = make(folder, "softmax")
+    ids = tokenizer.encode(DOCUMENT)[:BLOCK]
+    options = {"temperature": 1.7, "seed": 3, "vocab_size": tokenizer.vocab_size}
+    for start, end in ((BLOCK - 3, None), (5, 2)):
+        new = generate(model, torch.tensor([ids[:start]]), 3, **options)[0, start:].tolist()
+        assert len(set(new)) == 3 and tokenizer.eos_id not in new
+        known = SimpleNamespace(decode=tokenizer.decode, eos_id=end and new[end])
+        said = replies(model, known, ids[:start], 160, options)
+        assert "".join(said) == tokenizer.decode(new[:end])
+    with pytest.raises(UserError, match=f"exceed block size {BLOCK}"):
+        next(replies(model, tokenizer, ids, 160, options))
