@@ -27,7 +27,7 @@ from lingpt.bench.kernels.implementations import (
 )
 from lingpt.bench.kernels.results import Results, Row, style
 from lingpt.bench.kernels.runner import run_bench
-from lingpt.bench.kernels.shapes import BATCH_1, CUMSUM, LONG, REFERENCE, SWEEPS, TABLE_1, Shape
+from lingpt.bench.kernels.shapes import BATCH_1, CUMSUM, LONG, QUICK, REFERENCE, SWEEPS, TABLE_1, Shape
 from lingpt.bench.kernels.warm import WARM_N, warm_up
 from lingpt.bench.results import Session, Skipped
 from lingpt.cli.main import main
@@ -744,6 +744,30 @@ def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main(["bench", "--redraw", "--out", out]) == 0
     assert main(["bench", "--redraw", "--out", str(tmp_path / "none")]) == 2
     assert "run `lingpt bench` first" in capsys.readouterr().err
+
+
+def test_the_options_reach_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: an option of the command line that is measured without."""
+    calls, saved, out = [], [], str(tmp_path)
+    path, counted = tmp_path / "results.json", {"ours": {"forward": 5e8}}
+    results = SimpleNamespace(bytes_moved={}, save=saved.append, report=saved.append)
+    path.write_text("an earlier one")
+    monkeypatch.setattr(runner, "run_bench", lambda *a, **options: calls.append((a, options)) or results)
+    monkeypatch.setattr(warm, "warm_up", lambda *a: calls.append(a) or {})
+    monkeypatch.setattr(traffic, "count_bytes", lambda *a: calls.append(a) or counted)
+    words = "--only training --implementations ours --quick --dtype float16 --append --ncu"
+    limits = ["--max_round_seconds", "2", "--budget", "9", "--out", out]
+    assert main(["bench", *words.split(), *limits]) == 0
+    given = {"quick": True, "budget": 9, "limit": 2, "append": True, "save_to": path, "sweeps": None}
+    ran = (("training",), ("ours",)), given | {"device": "cuda", "dtype": torch.float16}
+    assert calls == [(("ours",), ("training",), "float16", QUICK), (("ours",), "float16"), ran]
+    assert results.bytes_moved == counted and saved == [path, tmp_path]
+    assert main(["bench", "--warm", "only", "--out", out]) == 0
+    assert calls[3:] == [((), (), "bfloat16", SWEEPS)]
+    assert main(["bench", "--warm", "skip", "--out", out]) == 0
+    assert [options["limit"] for _, options in calls[4:]] == [6.0]
+    assert main(["bench", "forms", "--append", *limits]) == 0
+    assert calls[5][1].items() >= {"budget": 9, "limit": 2, "append": True, "save_to": path}.items()
 
 
 def test_forms_are_one_function() -> None:
