@@ -13,7 +13,10 @@ from lingpt.common.chat_template import read_chat_template
 from lingpt.data.tokenizer import load_tokenizer, train_bpe
 from lingpt.models import GPT, ModelArgs, export_hf
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+TEMPLATE = """{{ bos_token }}{% for m in messages %}
+  {{ m.content }}{{ eos_token }}
+  {% endfor %}
+{% if add_generation_prompt %}the{% endif %}"""
 
 
 OBJECT = {"__type": "AddedToken", "content": "<s>", "special": True}  # as transformers 4 writes it

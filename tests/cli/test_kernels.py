@@ -14,11 +14,20 @@ from lingpt.kernels.linear_attention.cuda import channel_decay, recurrence, tf32
 from lingpt.models.architecture import MODELS
 
 
-def test_the_self_test_judges() -> None:
+def test_the_self_test_judges(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Guards: `lingpt kernels test` passes a correct operator at every length, no wrong or missing one."""
     checks = self_test(("ours-chunkwise",), "cpu")
     assert len(checks) == len(SHAPES) * 2 and all(check.passed and 0 < check.worst < 1e-2 for check in checks)
     assert not checks[0]._replace(worst=math.nan).passed and not checks[0]._replace(worst=0.1).passed
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
+    monkeypatch.setattr("lingpt.bench.kernels.selftest.self_test", lambda: checks[:2])
+    assert main(["kernels", "test"]) == 0
+    checks[0] = checks[0]._replace(worst=math.nan)
+    with pytest.raises(SystemExit, match="1"):
+        main(["kernels", "test"])
+    assert "1 passed, 1 failed on some GPU" in capsys.readouterr().out
+    monkeypatch.undo()
     missing = self_test(("ours",), "cpu")
     assert not any(check.passed for check in missing) and "CUDA" in missing[0].reason
 

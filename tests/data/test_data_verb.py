@@ -16,15 +16,19 @@ def cache(tmp_path: Path, monkeypatch) -> None:
 def test_it_reports_what_was_prepared(write_jsonl, texts, tokenizer_path, capsys):
     """Source, counts, split, cache path, time, and how the text begins."""
     source = str(write_jsonl(texts(300), "mine.jsonl"))
-    assert (
-        main(["data", "--data.source", source, "--data.tokenizer", tokenizer_path, "--data.seq_len=32"]) == 0
-    )
+    words = ["data", "--data.source", source, "--data.tokenizer", tokenizer_path, "--data.seq_len=32"]
+    assert main(words) == 0
     facts, sample = capsys.readouterr().out.split("\n\nit begins:\n")
     report = dict(line.split(maxsplit=1) for line in facts.splitlines())
     assert report["source"] == source and report["split"] == "held out: the documents of the lowest hashes"
     documents = [int(report[name].split()[0]) for name in ("train", "val")]
     assert sum(documents) == 300 and min(documents) > 0
     assert Path(report["cache"]).is_dir() and report["took"].endswith(" s")
+    _, _, tokens, _, num_bytes, *_ = report["val"].replace(",", "").split()
+    ratio = float(report["bytes/token"].split()[0])
+    assert ratio == pytest.approx(int(num_bytes) / int(tokens), abs=0.01)
+    assert main([*words, "--data.stream"]) == 0  # prepared whole all the same
+    assert capsys.readouterr().out.split("took")[0] == facts.split("took")[0]
     assert any(text.startswith(sample.strip()[:30]) for text in texts(300))
 
 
@@ -85,7 +89,12 @@ def test_statistics_and_dedup(
         int(line.rsplit(maxsplit=1)[-1]) for line in out.split("document:\n")[1].splitlines() if "…" in line
     ) == len(lengths)
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "lengths.png").unlink()
     assert main([*words, "--data.dedup", "true"]) == 0
     out = capsys.readouterr().out
     assert "train        40 documents" in out and "val          1 documents" in out
-    assert "dropped      19 copies" in out
+    assert "dropped      19 copies" in out and not (tmp_path / "lengths.png").exists()
+    two = f"{source}*0.5,{write_jsonl(texts(60, seed=2), 'b.jsonl')}*0.5"
+    words = ["data", "--data.source", two, "--data.tokenizer", tokenizer_path, "--data.seq_len", "32"]
+    assert main([*words, "--stats"]) == 0
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["lengths-1.png", "lengths-2.png"]

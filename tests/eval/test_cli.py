@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import torch
 
 from lingpt.cli.main import main
 from lingpt.eval import scoring
@@ -119,6 +120,14 @@ def test_a_checkpoint_is_loaded_once_for_all_suites(runs, eval_data, tmp_path, m
         "cpu",
     ]
     assert main(["eval", *argv, *texts]) == 0 and loaded == ["ours", "gla"]
+    # Again, it measures nothing; with other options, which arrive, all of it.
+    assert main(["eval", *argv, *texts]) == 0 and loaded == ["ours", "gla"]
+    monkeypatch.setattr(scoring, "load_lm", lambda *args: loaded.append(args[1:]) or load_lm(*args))
+    more = ["--devices", "2", "--batch_tokens", "512", "--redo"]
+    assert main(["eval", *argv, *texts, *more]) == 0
+    assert main(["eval", *argv, *texts, "--dtype", "bfloat16"]) == 0
+    cpu = torch.device("cpu")
+    assert loaded[2:] == [((cpu, cpu), "float32", 512)] * 2 + [((cpu,), "bfloat16", 16384)] * 2
 
 
 @pytest.mark.slow
