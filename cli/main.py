@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _signals_interrupt(received):
             end_with_parent()
             code = _dispatch(argv)
+            _flush()
         if ends_here:
             gc.freeze()
         return code
@@ -100,6 +101,15 @@ def _open_streams() -> None:
             stream, "reconfigure"
         ):
             stream.reconfigure(errors="replace")
+
+
+def _flush() -> None:
+    """Writes what stdout still holds: at the process's end, an error would be no line of ours."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from safetensors.torch import load_file
 
 from lingpt.cli import main as cli
 from lingpt.cli.main import main
+from lingpt.common.files import write_json
 from lingpt.common.install import install_command
-from lingpt.common.run_folder import read_metrics
+from lingpt.common.run_folder import read_metrics, scores_file
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_a_process_s_start_and_end_collect_no_garbage(monkeypatch):
 
 
 def test_help_lists_the_verbs_without_pytorch():
-    code = "import sys; from lingpt.cli.main import main; main(['--help']); assert 'torch' not in sys.modules"
+    code = "import sys; from lingpt.cli.main import main; main([]); assert 'torch' not in sys.modules"
     out = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     ).stdout
@@ -80,6 +82,7 @@ def test_every_verb_has_its_help(verb, capsys, monkeypatch):
     assert main([*verb.split(), "--help"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
+    assert main([*verb.split(), "-h"]) == 0 and capsys.readouterr().out == out
     out = " ".join(out.split())
     assert f"lingpt {verb}" in out and not re.search(r"\(default: [^()]*\) \(", out)
 
@@ -94,6 +97,8 @@ def test_trains_draws_and_goes_on(project, capsys):
     assert resolved["train"]["max_steps"] == 4 and resolved["train"]["beta2"] == 0.95
     assert main(["curves", "runs/tiny-ours", "--out", "both.png"]) == 0
     assert (project / "both.png").exists() and json.loads((project / "both.json").read_text())["runs"]
+    for option, line in (("baseline", "unknown baseline 'x'"), ("val", "was not validated on 'x'")):
+        assert line in complaint(capsys, "curves", "runs/tiny-ours", f"--{option}=x")
     newest = str(run / "checkpoints/step-00000004")
     assert main(["export", str(run), "exported"]) == 0 and f"from {newest}: " in capsys.readouterr().out
     # safetensors has its metadata in any order: the tensors are compared, not the bytes.
@@ -101,10 +106,12 @@ def test_trains_draws_and_goes_on(project, capsys):
     assert weights[0].keys() == weights[1].keys() and Path("exported/tokenizer.json").is_file()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert "exported exists" in complaint(capsys, "export", newest, "exported")
+    write_json(scores_file(run, 4), {"scores": {"piqa (0-shot)": {"acc": 0.5}}})
     assert main(["export", str(run), "hf", "--hf"]) == 0
     card = Path("hf/README.md").read_text()
     capsys.readouterr()
-    assert "Step 4 of a run on" in card and "import lingpt.hf" in card and "attention: ours" in card
+    assert "Step 4 of a run on corpus.jsonl, 1,024 tokens. " in card and '"acc": 0.5' in card
+    assert "import lingpt.hf" in card and "attention: ours" in card
     assert ": null" not in card
     Path("empty.txt").touch()  # with which it asked for a --document
     assert "empty.txt is empty" in complaint(
@@ -307,6 +314,7 @@ def test_the_vocabulary_of_ones_own_model_is_the_tokenizers(
 def test_a_tokenizer_that_does_not_fit_says_what_to_add(project, capsys):
     words = ["train", "--config", "tiny.yaml", "--data.vocab_size", "2100"]
     line = complaint(capsys, *words)
+    assert complaint(capsys, "data", *words[1:]) == line
     size = re.search(r"add --model.vocab_size (\d+)", line)[1]
     assert main([*words, "--model.vocab_size", size, "--train.max_steps", "1"]) == 0
 
@@ -425,6 +433,37 @@ def test_a_closed_stream_drops_what_is_printed(monkeypatch):
         monkeypatch.setattr(sys, name, None)
     monkeypatch.setattr(cli, "_overview", lambda: f"{sys.stdout.isatty()} {sys.stderr.isatty()}")
     assert (main(["--help"]), main(["trian"])) == (0, 2)
+
+
+def test_what_is_left_to_print_at_the_end_has_nowhere_to_go():
+    """Guards: exit code 120 and "Exception ignored in" of `lingpt … | head`, and on a full disk."""
+    code = "import sys; from lingpt.cli.main import main; sys.exit(main(['--help']))"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reads, closed = os.pipe()
+    os.close(reads)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for out, end in (
+        (closed, (128 + signal.SIGPIPE, "")),
+        (full, (2, "lingpt: the disk is full: free some space and start again\n")),
+    ):
+        command = [sys.executable, "-P", "-c", code]
+        done = subprocess.run(command, env=env, stdout=out, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == end
+        os.close(out)
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID"])
+def test_one_process_of_a_machine_says_it(monkeypatch, capsys, name):
+    """Guards: the same line from each of eight processes."""
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv(name, rank)
+        assert main(["trian"]) == 2 and capsys.readouterr().err.count("lingpt: ") == lines
+
+
+def test_a_thread_sets_no_handlers():
+    """Guards: `signal only works in main thread`, of a command that a program calls in another one."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(main, ["--version"]).result() == 0
 
 
 def test_a_stream_of_another_encoding_gets_question_marks(monkeypatch):
