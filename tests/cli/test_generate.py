@@ -9,6 +9,7 @@ import torch
 from lingpt.cli.chat import replies
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
+from lingpt.common.files import write_json
 from lingpt.data.tokenizer import Tokenizer, train_bpe
 from lingpt.models import GPT, ModelArgs, generate, load_model, save_model
 
@@ -48,24 +49,45 @@ def test_its_options_reach_the_model(folder, capsys):
     assert tokenizer.eos_id not in text
     found = shown(capsys, "ours", "--prompt", "the river", "--max_new_tokens", "9", *words)
     assert found == tokenizer.decode(text) + "\n"
+    begin = torch.tensor([[tokenizer.eos_id]])
+    new = generate(model, begin, 5, temperature=0, vocab_size=tokenizer.vocab_size)[0, 1:].tolist()
+    found = shown(capsys, "ours", "--max_new_tokens", "5", "--temperature", "0")
+    assert tokenizer.eos_id not in new and found == tokenizer.decode(new) + "\n"
+    # A text ends before the token that the tokenizer's config names.
+    assert text[-5] not in text[:-5]
+    stop = {"eos_token": tokenizer.raw.id_to_token(text[-5])}
+    write_json(Path("ours/tokenizer_config.json"), stop)
+    found = shown(capsys, "ours", "--prompt", "the river", "--max_new_tokens", "9", *words)
+    assert found == tokenizer.decode(text[:-5]) + "\n"
+    assert main(["generate", "ours", "--chat", "--state", "a"]) == 2
+    assert "leave out --prompt, --document and --state" in capsys.readouterr().err
 
 
 def test_a_document_is_read_once_and_asked_twice(folder, capsys):
     """With its state in a file, the text is that of the document before the prompt; it is longer than the
     block size. A file is not written over, and one that is missing is a line."""
-    make(folder, "ours")
+    model, tokenizer = make(folder, "ours")
     Path("long.txt").write_text(DOCUMENT)
     greedy = ["ours", "--temperature", "0", "--max_new_tokens", "60"]
     ask = [*greedy, "--prompt", "the river"]
     whole = shown(capsys, *ask, "--document", "long.txt")
     assert whole.startswith("the river") and whole != shown(capsys, *ask)
-    assert shown(capsys, *greedy, "--document", "long.txt", "--state", "a").startswith("a: ")
+    written = shown(capsys, *greedy, "--document", "long.txt", "--state", "a")
+    ids = tokenizer.encode(DOCUMENT)
+    assert written == f"a: {len(ids):,} tokens, {Path('a').stat().st_size / 1e6:.1f} MB\n"
+    model.any_length = True
+    text = generate(model, torch.tensor([ids]), 60, temperature=0, vocab_size=tokenizer.vocab_size)[0]
+    new = tokenizer.decode(text[len(ids) :].tolist())
+    assert shown(capsys, *greedy, "--document", "long.txt") == f"{new}\n"
     assert [shown(capsys, *ask, "--state", "a") for _ in range(2)] == [whole, whole]
     told, text = shown(capsys, *ask, "--document", "long.txt", "--state", "b").split("\n", 1)
     assert told.startswith("b: ") and text == whole
     for words, line in ((["--document", "long.txt"], "a exists already"), ([], "c does not exist")):
         assert main(["generate", *ask, *words, "--state", line[0]]) == 2
         assert line in capsys.readouterr().err
+    shown(capsys, *greedy, "--document", "long.txt", "--state", "half", "--dtype", "bfloat16")
+    assert main(["generate", *ask, "--state", "half", "--device", "cpu"]) == 2
+    assert "give --dtype bfloat16" in capsys.readouterr().err
 
 
 def test_softmax_stops_at_the_block_size(folder, capsys):
@@ -77,6 +99,11 @@ def test_softmax_stops_at_the_block_size(folder, capsys):
     expected = generate(model, torch.tensor([ids[:-1]]), 1, temperature=0, vocab_size=tokenizer.vocab_size)
     found = shown(capsys, "softmax", "--temperature", "0", "--prompt", prompt)
     assert found == tokenizer.decode(expected[0].tolist()) + "\n"
+    Path("short.txt").write_text(tokenizer.decode(ids[:-8]))
+    ask = ["softmax", "--temperature", "0", "--prompt", tokenizer.decode(ids[-8:-5])]
+    whole = shown(capsys, *ask, "--document", "short.txt")
+    shown(capsys, "softmax", "--document", "short.txt", "--state", "a")
+    assert shown(capsys, *ask, "--state", "a") == whole
     assert main(["generate", "softmax", "--device", "cpu", "--prompt", full]) == 2
     assert f"block size {BLOCK}: shorten it" in capsys.readouterr().err
 
