@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,12 +181,26 @@ def test_a_student_takes_no_option_of_its_teacher_that_it_cannot_have(make_recip
     muon = {"optimizer": "muon", "muon_learning_rate": 4e-3}
     teacher = train(make_recipe(max_steps=1, z_loss=1e-4, segments=2, **muon))
     config = teacher / "config.yaml"
-    config.write_text(config.read_text().replace("context_parallel: 1", "context_parallel: 2"))
+    text = config.read_text().replace("context_parallel: 1", "context_parallel: 2")
+    config.write_text(re.sub(r"micro_batch_size: \d+", "micro_batch_size: 2", text))
     (student,) = parse([str(teacher), "--model.attention=ours-gated"])
     t = student.train
     assert (t.z_loss, t.segments, t.context_parallel) == (0.0, 1, 1)
     assert (t.optimizer, t.muon_learning_rate, t.learning_rate) == ("muon", 2e-3, 5e-4)
     assert t.attention_learning_rate == 2e-3
+    # The command line is over the teacher's recipe, and --config in its place.
+    given = ["--train.learning_rate=3e-4", "--train.global_batch_size", "4", "--train.max_tokens=4096"]
+    (student,) = parse([str(teacher), "--model.attention=ours-gated", *given])
+    t = student.train
+    assert (t.learning_rate, t.attention_learning_rate, t.global_batch_size) == (3e-4, None, 4)
+    assert (t.muon_learning_rate, student.total_steps) == (2e-3, 4096 // (4 * student.data.seq_len))
+    assert student.train.max_tokens is None and student.train.micro_batch_size >= 1
+    two = ["--train.imitate=attention", "--train.max_steps=9"]
+    first, second = (x.train for x in parse([str(teacher), "--model.attention=ours-gated", *two]))
+    assert (first.imitate, first.init_from, first.max_steps) == ("attention", str(teacher), 2)
+    assert (second.imitate, Path(second.init_from).name, second.max_steps) == ("logits", first.name, 7)
+    (student,) = parse([str(teacher), "--model.attention=ours-gated", "--config", "demo"])
+    assert (student.train.optimizer, student.data.seq_len) == ("adamw", 256)
     (student,) = parse([str(teacher), "--model.attention=softmax+softmax_window=16"])
     assert student.train.attention_learning_rate is None
 
