@@ -1,6 +1,7 @@
 """Checkpoints in the background: the bytes of ones written on the spot, and no failure lost or fatal."""
 
 import errno
+import math
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import damage, read_manifest, read_metrics, valid_checkpoints
+from lingpt.common.run_folder import damage, read_manifest, read_metrics, valid_checkpoints, write_manifest
 from lingpt.train import loop, train
 from lingpt.train.runs import checkpoint, checkpoint_writer
 from lingpt.train.runs.checkpoint_writer import CheckpointWriter, HostBuffers, pinned_bytes
@@ -286,7 +287,8 @@ def test_a_checkpoint_that_could_not_be_told_its_loss_is_told_next_time(make_rec
 
 
 def test_a_checkpoint_of_another_run_is_not_told_its_loss(make_recipe):
-    """Nor changed in any way: the run that goes on from it makes up for its validation, in its own log."""
+    """Nor changed in any way: the run that goes on from it makes up for its validation, in its own log. NaN
+    is no best loss."""
     other = train(make_recipe(name="other", max_steps=4, eval_interval=100, save_interval=2))
     start = other / "checkpoints/step-00000002"
     before = (start / "manifest.json").read_bytes()
@@ -295,6 +297,9 @@ def test_a_checkpoint_of_another_run_is_not_told_its_loss(make_recipe):
     assert [line["step"] for line in read_metrics(folder) if line["kind"] == "val"] == [2, 4]
     assert (start / "manifest.json").read_bytes() == before
     assert names(folder) == ["step-00000004"] and checkpoint.best_loss(folder) < float("inf")
+    (only,) = valid_checkpoints(folder)
+    write_manifest(only, read_manifest(only) | {"val_loss": math.nan})
+    assert checkpoint.best_loss(folder) == math.inf
 
 
 def test_memory_is_reserved_as_a_checkpoint_needs_it(make_recipe, monkeypatch):
