@@ -179,6 +179,9 @@ def test_metrics_wait_for_a_folder_that_is_gone(tmp_path):
     away.rename(run)
     metrics.write({"kind": "train", "step": 3})
     assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
+    (run / "metrics.jsonl").unlink()  # a copy without it: no hole in its place
+    metrics.write({"kind": "train", "step": 4})
+    assert [line["step"] for line in read_metrics(run)] == [4]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"a b/c"])
