@@ -78,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(str(stop) or INTERRUPTED)
         return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
     except BrokenPipeError:  # `lingpt … | head` closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
         if received:  # a library has made another error of the interrupt
@@ -89,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _complain(message)
         return 2
+    finally:
+        with contextlib.suppress(OSError):
+            _flush()
 
 
 def _open_streams() -> None:

@@ -436,20 +436,30 @@ def test_a_closed_stream_drops_what_is_printed(monkeypatch):
 
 
 def test_what_is_left_to_print_at_the_end_has_nowhere_to_go():
-    """Guards: exit code 120 and "Exception ignored in" of `lingpt … | head`, and on a full disk."""
-    code = "import sys; from lingpt.cli.main import main; sys.exit(main(['--help']))"
+    """Guards: exit code 120 and "Exception ignored in" of `lingpt … | head`, and on a full disk; also where a
+    verb has printed and fails."""
+    code = """
+import sys
+from lingpt.cli import main
+dispatch = main._dispatch
+main._dispatch = lambda words: print("so far") or dispatch(words)
+sys.exit(main.main(sys.argv[1:]))
+"""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reads, closed = os.pipe()
     os.close(reads)
-    full = os.open("/dev/full", os.O_WRONLY)
-    for out, end in (
-        (closed, (128 + signal.SIGPIPE, "")),
-        (full, (2, "lingpt: the disk is full: free some space and start again\n")),
+    full, unknown = os.open("/dev/full", os.O_WRONLY), "lingpt: unknown verb 'trian'"
+    for out, word, exit_code, line in (
+        (closed, "--help", 128 + signal.SIGPIPE, ""),
+        (full, "--help", 2, "lingpt: the disk is full: free some space and start again\n"),
+        (closed, "trian", 2, unknown),
+        (full, "trian", 2, unknown),
     ):
-        command = [sys.executable, "-P", "-c", code]
+        command = [sys.executable, "-P", "-c", code, word]
         done = subprocess.run(command, env=env, stdout=out, stderr=subprocess.PIPE, text=True)
-        assert (done.returncode, done.stderr) == end
-        os.close(out)
+        assert (done.returncode, done.stderr.count("\n")) == (exit_code, len(line) > 0)
+        assert done.stderr.startswith(line)
+    os.close(closed), os.close(full)
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID"])
