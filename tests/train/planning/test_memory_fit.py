@@ -215,10 +215,12 @@ def test_a_dry_run_says_that_it_does_not_fit_and_what_would():
     plan = format_plan(recipe, machine, gpt)
     assert "does not fit: micro-batches of 24 need about" in plan
     assert what_fits_message(machine, gpt, recipe) in plan and "at 40% MFU" in plan
-    seconds = run_flops(gpt, recipe) / (STATED_MFU * 989e12)
+    seconds = gpt.flops_per_token(2048) * 10 * 24 * 2048 / (STATED_MFU * 989e12)
     assert plan.endswith(duration(seconds))
+    assert format_plan(recipe, replace(machine, num_nodes=2), gpt).endswith(duration(seconds / 2))
     assert re.search(rf"^H200 .* {duration(seconds)} +{duration(seconds / 8)} *$", plan, re.M)
     plan = format_plan(recipe, replace(machine, precision="32-true"), gpt)
+    assert plan.endswith(duration(seconds * 989 / 67))
     assert re.search(rf"^H200 .* {duration(seconds * 989 / 67)} ", plan, re.M)
     cpu = replace(machine, accelerator="cpu", precision="32-true")
     needs = [re.search("^memory .*", format_plan(recipe, where, gpt), re.M)[0] for where in (machine, cpu)]

@@ -1,7 +1,9 @@
 """MFU is the model's FLOPs over the peak of the right device, or nothing at all."""
 
 import pytest
+import torch
 
+from lingpt.train.planning import throughput
 from lingpt.train.planning.throughput import known_device, mfu, peak_flops
 
 
@@ -10,7 +12,9 @@ from lingpt.train.planning.throughput import known_device, mfu, peak_flops
     [
         ("NVIDIA H200", "H200", 989e12),
         ("NVIDIA H100 80GB HBM3", "H100 SXM", 989e12),
+        ("NVIDIA B200", "B200", 2250e12),
         ("NVIDIA H100 PCIe", "H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", "H100 NVL", 835e12),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB", 312e12),
         ("NVIDIA A100 80GB PCIe", "A100 80GB", 312e12),
         ("NVIDIA A100-SXM4-40GB", "A100 40GB", 312e12),
@@ -34,6 +38,15 @@ def test_unknown_devices_have_no_peak_and_no_mfu():
     assert peak_flops("CPU (2 cores)", "32-true") is None
     assert peak_flops("Quadro Something", "bf16-mixed") is None
     assert mfu(1e5, 8e9, None) is None
+
+
+def test_what_products_reach_is_measured_in_operations(monkeypatch):
+    """A multiplication and an addition each; two products in a quarter of a second of this clock."""
+    clock = iter((0.0, 0.1, 0.15, 0.25))
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(clock))
+    assert throughput.measured_flops("cpu", "32-true") == 2 * 512**3 * 2 / 0.25
+    dtypes = [throughput.compute_dtype(precision) for precision in ("32-true", "bf16-mixed", "bf16-true")]
+    assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
 def test_mfu_counts_all_devices():
