@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -166,18 +165,21 @@ def test_a_run_without_scores_is_named(here, monkeypatch):
     for step in (2, 4, 8):
         write_scores("softmax-seed0", step, **{"piqa (0-shot)": PIQA})
     write_scores("ours-seed0", 2, **{"piqa (0-shot)": PIQA})
-    write_scores("gla-seed0", 4, **{"piqa (0-shot)": PIQA})
-    shutil.copy(FOLDER / "softmax-seed0" / SCORES, FOLDER / "gla-seed0" / SCORES)
+    write_scores("gla-seed0", 4, "softmax", **{"piqa (0-shot)": PIQA})
+    scores = FOLDER / "gla-seed0" / SCORES
+    of_another = f"gla-seed0/{SCORES} has scores of {{}}: remove it to score gla-"
+    assert of_another.format("gla-seed0 (softmax)") in page_of_the_study()
+    scores.write_text(scores.read_text().replace("softmax", "gla").replace("gla-seed0", "softmax-seed0"))
     text = page_of_the_study()
     again = "its checkpoint is not here or not whole: remove the folder of the run to train it again"
     assert f"- ours-seed0: no scores of the last step, and {again}\n" in text
-    assert f"gla-seed0/{SCORES} has scores of softmax-seed0 (softmax): remove it to score gla-" in text
+    assert of_another.format("softmax-seed0 (gla)") in text
     assert "softmax-seed0, step 4" in text and not re.search("step (2|8)|gla-seed0, step", text)
     (FOLDER / "ours-seed0" / SCORES).write_text("{")
     assert f"ours-seed0/{SCORES} is damaged, and {again}\n" in page_of_the_study()
     monkeypatch.setattr(StudyRun, "has_weights", lambda run: True)
     assert "`lingpt eval` scores again" in page_of_the_study()
-    (FOLDER / "ours-seed0" / SCORES).unlink()
+    write_scores("ours-seed0", 4)
     assert "- ours-seed0: no scores of the last step\n" in page_of_the_study()
     assert main([*COMMAND, "--stages", "runs", "page"]) == 0
     assert "- ours-seed0: no scores" not in PAGE.read_text()
@@ -194,7 +196,7 @@ def test_a_run_without_scores_is_named(here, monkeypatch):
 )
 def test_an_odd_result_file_is_named_and_the_rest_is_shown(here, content):
     """Guards: a file of another version, hand-edited or cut short was a traceback instead of a page."""
-    write_tiny(suites=["table2"], attentions=["softmax", "ours"])
+    write_tiny(suites=["table2"], attentions=["ours", "softmax"])
     fake_run("softmax-seed0"), fake_run("ours-seed0")
     write_scores("softmax-seed0", 4, **{"piqa (0-shot)": PIQA})
     odd = PIQA | content if isinstance(content, dict) else PIQA
@@ -350,13 +352,15 @@ def test_a_benchmark_without_a_file_is_in_the_plan_and_on_the_page(here, capsys)
         "wikitext, piqa, hellaswag, winogrande, arc_easy, arc_challenge, copa, sciq, boolq, openbookqa, "
         "social_iqa"
     )
-    write_tiny(attentions=["softmax"], suites=["commonsense"], eval_data="eval")
+    write_tiny(attentions=["gla", "softmax"], suites=["commonsense"], eval_data="eval")
     assert main([*COMMAND, "--dry_run", "true"]) == 0
     assert f"\nscores  commonsense; eval has no file for {lacks}\n" in capsys.readouterr().out
-    fake_run("softmax-seed0")
+    fake_run("softmax-seed0"), fake_run("gla-seed0")
+    assert "no run has a score" not in page_of_the_study(), "of a task: no run has any"
     lambada = {
         "task": "lambada_openai",
         "metrics": PIQA["metrics"] | {"perplexity": 20.0, "perplexity_stderr": 1.0},
     }
+    write_scores("gla-seed0", 4, **{"arithmetic (0-shot)": PIQA | {"task": "arithmetic"}})
     write_scores("softmax-seed0", 4, **{"lambada_openai (0-shot)": PIQA | lambada})
     assert f"- {lacks}: no run has a score\n" in page_of_the_study()
