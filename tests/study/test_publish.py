@@ -1,6 +1,7 @@
 """Guards a study as it is published: small, without paths of the machine, and resumed elsewhere."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import pytest
 import yaml
 
 from lingpt.cli.main import main
+from lingpt.common.run_folder import read_metrics
 from lingpt.plots.curves import read_curve, smooth
 from lingpt.study.page import MARKER
 from lingpt.study.portable import differs, portable
-from lingpt.study.publish import POINTS, thin
+from lingpt.study.publish import POINTS, _without, thin
 from lingpt.tests.study.tiny import COMMAND, PIQA, TINY, fake_run, write, write_scores, write_tiny
 
 
@@ -45,15 +47,19 @@ def test_a_published_study_has_no_absolute_path(here, tmp_path, monkeypatch):
     assert main([*COMMAND, *out, "--attentions", "softmax"]) == 0
     fake_run("mixed-seed0", steps=2, root=tmp_path / "runs/study-tiny")
     config = tmp_path / "runs/study-tiny/mixed-seed0/config.yaml"
-    config.write_text(config.read_text().replace("train.jsonl", "other.jsonl"))
+    config.write_text(config.read_text().replace("train.jsonl", "cache/old/other.jsonl"))
+    above = tmp_path / "runs/study-tiny/README.md"
+    above.write_text(f"# Of {tmp_path}/train.jsonl\n\n{MARKER}\n")
     assert main([*COMMAND, *out, "--stages", "page", "--publish", "copy/study-tiny"]) == 0
     copy = Path("copy/study-tiny")
     assert not (copy / ".lock").exists()
+    shown = re.findall(r"\]\((\S+\.png)\)", (copy / "README.md").read_text())
+    assert "positions.png" in shown and all((copy / name).is_file() for name in (*shown, "suites.md"))
     assert paths_in(tmp_path / "runs", str(tmp_path)) and not paths_in(copy, str(tmp_path))
     study = json.loads((copy / "study.json").read_text())
     assert (study["options"]["data.source"], study["texts"]) == ("train.jsonl", {"words": "held-out.jsonl"})
     assert yaml.safe_load((copy / "softmax-seed0/config.yaml").read_text())["data"]["source"] == "train.jsonl"
-    assert "(data.source: other.jsonl → train.jsonl): " in (copy / "README.md").read_text()
+    assert "(data.source: old/other.jsonl → train.jsonl): " in (copy / "README.md").read_text()
 
     shutil.rmtree(copy / "mixed-seed0")
     here.clear()
@@ -81,7 +87,7 @@ def test_metrics_are_thinned_to_what_a_figure_shows(tmp_path):
     steps, loss = np.arange(1, 1921), np.random.default_rng(0).normal(0, 0.1, 1920)
     loss += 3 + 7 * np.exp(-steps / 300)
     every = [
-        {"kind": "train", "step": step, "tokens": 128 * step, "train_time": 0.5 * step, "loss": x, "lr": 1e-3}
+        {"kind": "train", "step": step, "tokens": 9 * step, "train_time": 0.53 * step, "loss": x, "mfu": 0.31}
         for step, x in zip(steps.tolist(), loss.tolist(), strict=True)
     ]
     others = [
@@ -93,8 +99,8 @@ def test_metrics_are_thinned_to_what_a_figure_shows(tmp_path):
     train = [line for line in kept if line not in others]
     assert len(train) == POINTS and [line for line in kept if line in others] == others
     assert (train[0]["step"], train[0]["loss"]) == (7, pytest.approx(loss[:13].mean(), abs=1e-4))
-    assert kept[0].keys() == {"kind", "step", "tokens", "train_time", "loss"} and thin(kept, POINTS) == kept
-    assert thin(kept, 0) == others
+    assert kept[0] == every[6] | {"train_time": 3.71, "loss": kept[0]["loss"]} and thin(kept, POINTS) == kept
+    assert thin(kept, 0) == others == thin(others, POINTS)
     for name, lines in (("all", every), ("thin", kept)):
         (tmp_path / name).mkdir()
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -107,14 +113,17 @@ def test_metrics_are_thinned_to_what_a_figure_shows(tmp_path):
 def test_scores_are_published_as_they_are(here):
     """Packed answers may begin with a `/`: they are no path. Only what a page is made of is published, and a
     person's text on a page that is there stays."""
-    write_tiny(suites=["table2"], attentions=["softmax"])
+    write_tiny(suites=["table2"], attentions=["softmax", "gla"])
     fake_run("softmax-seed0")
     write_scores(
         "softmax-seed0",
         4,
         **{"piqa (0-shot)": PIQA | {"correct": {"acc": "/w=="}, "data": {"path": "/data/p.jsonl"}}},
     )
-    Path("runs/study-tiny/notes.txt").write_text("mine")
+    mqar = {"mqar/mqar-table.md", "mqar/mqar.json", "mqar/mqar.png"}
+    for name in (*mqar, "mqar/log.txt", "notes.txt"):
+        Path("runs/study-tiny", name).parent.mkdir(exist_ok=True)
+        Path("runs/study-tiny", name).write_text("{}")
     page = Path("copy/README.md")
     page.parent.mkdir()
     page.write_text(f"# Softmax\n\n{MARKER}\n")
@@ -122,12 +131,20 @@ def test_scores_are_published_as_they_are(here):
     found = {str(path.relative_to("copy")) for path in Path("copy").rglob("*") if path.is_file()}
     run = {f"softmax-seed0/{name}" for name in ("config.yaml", "metrics.jsonl", "eval/step-00000004.json")}
     files = {"README.md", "study.json", "summary.json", "curves.png", "table2.md", "table2.json"}
-    assert found == run | files
+    assert found == run | files | mqar
+    kinds = [line["kind"] for line in read_metrics(Path("copy/softmax-seed0"))]
+    assert (kinds.count("train"), kinds.count("val")) == (4, 2)
     entry = json.loads(Path("copy/softmax-seed0/eval/step-00000004.json").read_text())["scores"][
         "piqa (0-shot)"
     ]
     assert entry["correct"] == {"acc": "/w=="} and entry["data"] == {"path": "data/p.jsonl"}
     assert page.read_text().startswith(f"# Softmax\n\n{MARKER}\n\nA test.\n\n## Setting\n")
+
+
+def test_a_path_in_a_text_is_that_path_alone():
+    """Not the end of another, nor the beginning of a name; with what means something else in a pattern."""
+    text = "/data/a*(1).jsonl, not my/data/a*(1).jsonl, /data/a*(1).jsonl-old"
+    assert _without(["/data/a*(1).jsonl"], text) == "data/" + text.removeprefix("/data/")
 
 
 def test_a_study_is_not_published_over_itself(here, capsys):

@@ -15,6 +15,7 @@ import yaml
 
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
+from lingpt.common.run_folder import read_metrics
 from lingpt.study import find_study, read_study, run_study, stages, with_rows
 from lingpt.study.jobs import Failure, Slot
 from lingpt.study.runs import StudyRun, rate_runs, read_rate_search
@@ -315,7 +316,8 @@ def test_a_second_command_in_the_folder_is_refused(here, monkeypatch, capsys):
 
 
 def test_a_rate_that_diverged_is_a_result(here):
-    """Its start is not tried again, its checkpoints go, and the study goes on without an error."""
+    """Its start is not tried again, its checkpoints go, and the study goes on without an error; so it does
+    from a copy, which has no training losses of short runs, and which needs no page."""
     write(
         TINY
         | {
@@ -332,7 +334,12 @@ def test_a_rate_that_diverged_is_a_result(here):
     fake_run("softmax-seed0", learning_rate=1e-3, min_learning_rate=1e-3 * (3e-4 / 3e-3))
     weights = Path("runs/study-tiny/softmax-rate0.003/checkpoints")
     weights.mkdir()
-    assert main([*COMMAND, "--stages", "rates", "runs", "page"]) == 0 and not here
+    stages = ["--stages", "rates", "runs"]
+    assert main([*COMMAND, *stages, "--publish", "copy/study-tiny"]) == 0 and not here
+    assert main([*COMMAND, *stages, "--out", "copy"]) == 0 and not here
+    short = read_metrics(Path("copy/study-tiny/softmax-rate0.003"))
+    assert [line["kind"] for line in short] == ["val", "diverged"]
+    assert main([*COMMAND, *stages, "page"]) == 0 and not here
     assert "| softmax | 4.0000 | –     | 0.001 | 0.001 |" in Path("runs/study-tiny/README.md").read_text()
     assert not weights.exists()
 
