@@ -28,6 +28,7 @@ from lingpt.train.runs.replay import replay
 from lingpt.train.runs.resume import schedule_jump
 from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.signals import Stop
+from lingpt.train.step import learning_rates
 from lingpt.train.validation import validate
 
 
@@ -433,6 +434,13 @@ def test_extending_a_run_says_what_its_learning_rate_does(make_recipe, capsys):
     out = capsys.readouterr().out
     assert "6 steps are now 12, and at step 7 the learning rate goes from 5e-05 to" in out
     assert "--train.schedule wsd" in out
+    before = {"config": make_recipe().to_dict(), "step": 3}
+    rates = (learning_rates(make_recipe().train, steps)(step) for steps, step in ((6, 2), (12, 3)))
+    was, now = (f"{rate:.3g}" for rate in rates)
+    assert f"at step 4 the learning rate goes from {was} to {now}:" in schedule_jump(
+        make_recipe(max_steps=12), before
+    )
+    assert schedule_jump(make_recipe(max_steps=3), before) is None, "no step is left"
 
 
 def test_a_trial_saves_nothing(make_recipe, capsys):

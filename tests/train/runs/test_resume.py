@@ -151,12 +151,14 @@ def test_values_of_other_types_in_a_manifest_are_passed_over(make_recipe, capsys
 
 
 def test_a_divergence_that_says_no_number_is_still_one(make_recipe):
-    """Guards: a traceback, of a line whose number of skipped steps is text."""
+    """Guards: a traceback, of a line whose number of skipped steps is text. From a checkpoint that is named
+    the run goes on."""
     folder = train(make_recipe(max_steps=3))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "diverged", "step": 3, "skipped": "ten"}\n')
     with pytest.raises(UserError, match="not finite for 0 steps up to step 3"):
         train(make_recipe())
+    assert names(train(make_recipe(resume=str(folder / "checkpoints/step-00000003"))))[-1] == "step-00000006"
 
 
 @pytest.mark.parametrize("name", ["step-00000003-best", "step-00000009.backup", "step-9", "step-000000009"])

@@ -1,5 +1,6 @@
 """One process at a time trains in a run's folder; the others learn who does."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -52,9 +53,10 @@ def test_the_dead_hold_nothing(make_recipe, holder):
 
 
 def test_a_lock_that_says_nothing_still_holds(make_recipe, holder):
-    (make_recipe().run_folder / ".lock").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="in use by another process"):
-        train(make_recipe())
+    for content in (b"\xff", b"3", b"{}"):
+        (make_recipe().run_folder / ".lock").write_bytes(content)
+        with pytest.raises(UserError, match="in use by another process"):
+            train(make_recipe())
 
 
 def test_a_holder_that_has_just_the_lock_has_a_moment_to_say_who_it_is(make_recipe, holder):
@@ -72,14 +74,20 @@ def test_it_is_given_back_at_the_end_and_moves_with_a_run_that_starts_over(make_
     train(make_recipe(max_steps=3))
     folder = train(make_recipe(max_steps=3, resume="never"))
     for path in (folder, folder.with_name(f"{folder.name}.old-1")):
+        (path / ".lock").write_text("of a longer holder" * 9)
         with RunLock(path) as lock:
             lock.acquire()
+            assert json.loads((path / ".lock").read_text())["pid"] == os.getpid()
 
 
 def test_a_start_that_is_refused_leaves_no_folder(make_recipe, tmp_path):
-    with pytest.raises(UserError, match="no checkpoint"):
-        train(make_recipe(resume=str(tmp_path / "nowhere")))
-    assert not make_recipe().run_folder.exists()
+    """Nor its lock, where the lock had been taken."""
+    empty = tmp_path / "step-00000003"
+    empty.mkdir()
+    for path, message in ((tmp_path / "nowhere", "no checkpoint"), (empty, "resume from another")):
+        with pytest.raises(UserError, match=message):
+            train(make_recipe(resume=str(path)))
+        assert not make_recipe().run_folder.exists()
 
 
 def test_a_start_that_fails_removes_no_lock_of_another(tmp_path):
@@ -95,6 +103,11 @@ def test_a_start_that_fails_removes_no_lock_of_another(tmp_path):
 
     with Failing(folder) as first:
         first.acquire()
+    second.release()
+    with RunLock(folder) as first:
+        first.acquire()
+        shutil.rmtree(folder)
+        second.acquire()
     with second, pytest.raises(UserError, match="in use"):
         RunLock(folder).acquire()
 
