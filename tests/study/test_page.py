@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lingpt.cli.main import main
-from lingpt.study import read_study
+from lingpt.study import read_study, stages
 from lingpt.study.page import MARKER
 from lingpt.study.runs import StudyRun
 from lingpt.tests.study.tiny import COMMAND, PIQA, fake_run, write_scores, write_tiny
@@ -183,6 +183,10 @@ def test_a_run_without_scores_is_named(here, monkeypatch):
     assert "- ours-seed0: no scores of the last step\n" in page_of_the_study()
     assert main([*COMMAND, "--stages", "runs", "page"]) == 0
     assert "- ours-seed0: no scores" not in PAGE.read_text()
+    monkeypatch.setattr(stages, "check_scoring", lambda *_: None)
+    monkeypatch.setattr(stages, "run_jobs", lambda *_: [])
+    assert main([*COMMAND, "--stages", "runs", "scores", "page"]) == 0
+    assert "- ours-seed0: no scores of the last step\n" in PAGE.read_text()
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,19 @@ import json
 import os
 import re
 import shutil
+import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from lingpt.cli.main import main
-from lingpt.common.errors import UserError
+from lingpt.common.errors import Interrupted, UserError
 from lingpt.common.run_folder import read_metrics
 from lingpt.study import find_study, read_study, run_study, stages, with_rows
-from lingpt.study.jobs import Failure, Slot
+from lingpt.study.jobs import Failure, Slot, Stopped
 from lingpt.study.runs import StudyRun, rate_runs, read_rate_search
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
@@ -133,9 +136,9 @@ def test_a_row_that_cannot_work_is_refused_before_any_other_trains(here, capsys,
     ],
     ids=["weights", "sdpa", "backend"],
 )
-def test_what_a_row_lacks_here_is_said_before_any_other_trains(here, capsys, options, message):
+def test_what_a_row_lacks_here_is_said_before_any_other_trains(here, capsys, monkeypatch, options, message):
     """Guards: weights that do not exist and a kernel that cannot run, found only in the row's turn. The dry
-    run may be for another machine."""
+    run may be for another machine; and where that row is not to be trained, it lacks nothing."""
     rows = {"softmax": {}, "wrong": {"model.attention": "ours", **options}}
     write(TINY | {"attentions": rows, "learning_rates": [], "suites": [], "seeds": 1})
     assert main(COMMAND) == 2
@@ -143,18 +146,26 @@ def test_what_a_row_lacks_here_is_said_before_any_other_trains(here, capsys, opt
     assert line.startswith("lingpt: wrong: ") and message in line and "\n" not in line
     assert not here and not Path("runs").exists()
     assert main([*COMMAND, "--dry_run", "true"]) == 0
+    fake_run("wrong-seed0", steps=2)
+    monkeypatch.setattr(stages, "run_jobs", lambda *_: [])
+    assert main([*COMMAND, "--attentions", "softmax"]) == main([*COMMAND, "--stages", "page"]) == 0
+    fake_run("wrong-seed0")
+    assert main(COMMAND) == 0
 
 
-def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys):
-    """Guards: a plan, and a comparison with what was trained, by a recipe as it was in the first call."""
-    plans = []
+def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys, monkeypatch):
+    """Guards: a plan, and a comparison with what was trained, by a recipe as it was in the first call. Each
+    is for the cards that are asked for."""
+    plans, asked, find = [], [], stages.find_slots
+    monkeypatch.setattr(stages, "find_slots", lambda *given: asked.append(given) or find(*given))
     for batch in (4, 8):
         write({"model": {"attention": "ours"}, "train": {"global_batch_size": batch}}, "own.yaml")
         options = {key: TINY["options"][key] for key in TINY["options"] if "batch_size" not in key}
         write(TINY | {"recipe": "own.yaml", "learning_rates": [], "options": options})
-        run_study(read_study(Path("study-tiny.yaml")), dry_run=True)
+        study = replace(read_study(Path("study-tiny.yaml")), devices_per_run=4, runs_per_device=3)
+        run_study(study, devices=2, dry_run=True)
         plans.append(capsys.readouterr().out)
-    assert "4 × 128" in plans[0] and "2 × 256" in plans[1]
+    assert "4 × 128" in plans[0] and "2 × 256" in plans[1] and asked == [(2, 4, 3)] * 2
 
 
 @pytest.mark.parametrize(
@@ -163,7 +174,8 @@ def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys):
 )
 def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs, gpus, used):
     """Guards: one run on eight cards was scored by one of them, and seven waited."""
-    write(TINY | {"learning_rates": [], "seeds": runs, "attentions": ["softmax"]})
+    options = {"mqar": {}, "eval_data": "benchmarks", "limit": 7}
+    write(TINY | {"learning_rates": [], "seeds": runs, "attentions": ["softmax"], **options})
     study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
     monkeypatch.setattr(StudyRun, "has_result", lambda self: True)
     monkeypatch.setattr(StudyRun, "has_weights", lambda self: True)
@@ -176,6 +188,15 @@ def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs,
     for job in jobs:
         at = job.arguments.index("--devices")
         assert job.arguments[at + 1] == str(len(slots[0].gpus))
+        words = " ".join(job.arguments)
+        assert f"--suite language --tasks {' '.join(study.tasks)} --texts words=held-out.jsonl " in words
+        assert "--max_length_factor 2 " in words
+        assert "--dtype bfloat16 --data benchmarks --limit 7" in words
+    scored = [Path(word).name for job in jobs for word in job.arguments if "-seed" in word]
+    assert sorted(scored) == [f"softmax-seed{seed}" for seed in range(runs)]
+    work.mqar()
+    (((job,), (slot,)),) = asked[1:]
+    assert slot.gpus == tuple(range(gpus)) and job.arguments[-2:] == ["--out", "runs/mqar"]
 
 
 def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
@@ -249,6 +270,27 @@ def test_what_waits_for_a_rate(here, monkeypatch):
     assert asked == [both, [], ["softmax-seed0"], both[::-1]]  # rows that have begun come first
 
 
+def test_minutes_that_are_over_and_a_signal_end_it(here, monkeypatch, capsys):
+    """With what has failed until then, and with the page; a signal's number is that of the exit code."""
+    write(TINY | {"learning_rates": [], "suites": [], "seeds": 1})
+    left, ends = [], [Stopped([Failure("mixed-seed0", "it failed")])]
+
+    def end(jobs, slots, deadline):
+        left.append(deadline and deadline - time.monotonic())
+        raise ends[-1]
+
+    monkeypatch.setattr(stages, "run_jobs", end)
+    assert main([*COMMAND, "--minutes", "3"]) == 2 and 120 < left[0] <= 180
+    out, err = capsys.readouterr()
+    assert "stopped after 3 minutes; the same command resumes" in out and "mixed-seed0: it failed" in err
+    assert "failed: it failed" in Path("runs/study-tiny/README.md").read_text()
+    for stop, number in ((Interrupted(signal.SIGTERM), signal.SIGTERM), (KeyboardInterrupt(), signal.SIGINT)):
+        ends.append(stop)
+        with pytest.raises(Interrupted, match="the same command resumes") as raised:
+            run_study(read_study(Path("study-tiny.yaml")))
+        assert raised.value.number == number and left[-1] is None
+
+
 def test_another_study_in_the_same_folder_is_refused(here, capsys):
     write(TINY | {"learning_rates": [], "seeds": 1, "suites": []})
     command = ["study", "--config", "study-tiny.yaml", "--stages", "page"]
@@ -273,7 +315,8 @@ def test_nothing_to_score_is_said(here, capsys):
     """Guards: `--stages scores` before any run is finished ended without a word."""
     write(TINY | {"learning_rates": []})
     assert main([*COMMAND, "--stages", "scores"]) == 0 and not here
-    assert "nothing to score: no run is finished" in capsys.readouterr().out
+    plan, _, out = capsys.readouterr().out.partition("\nscores: ")
+    assert plan.startswith("study tiny: 2 rows") and out.startswith("nothing to score: no run is finished")
 
 
 def test_fewer_rows_and_seeds_leave_the_others_in_the_study(here):
