@@ -289,6 +289,8 @@ def test_where_the_weights_came_from_stays_on_record(make_recipe):
     newest = read_manifest(valid_checkpoints(folder)[-1]) or {}
     assert newest["config"]["train"]["init_from"] == read_config(folder)["train"]["init_from"] == init_from
     train(make_recipe(max_steps=7, init_from=init_from))
+    with pytest.raises(UserError, match=r"train.init_from: .*step-00000006 → .*step-00000003"):
+        train(make_recipe(max_steps=8, init_from=init_from.replace("step-00000006", "step-00000003")))
 
 
 @pytest.mark.slow
