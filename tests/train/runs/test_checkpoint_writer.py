@@ -141,6 +141,16 @@ def test_after_ten_failures_the_run_ends_with_the_way_on(make_recipe, monkeypatc
     assert names(folder) == ["step-00000003"]
 
 
+def test_failures_with_a_success_between_are_not_in_a_row():
+    """Guards: a run that ends at its tenth failure in weeks."""
+    writer, failures = CheckpointWriter(), []
+    for error in (UserError("full"), UserError("full"), None):
+        writer.submit({}, Mock(side_effect=error))
+        writer.wait()
+        failures.append(writer.failures)
+    assert failures == [1, 2, 0]
+
+
 def test_the_last_checkpoint_is_tried_three_times(make_recipe, monkeypatch):
     attempts = failing(monkeypatch, errno.EIO, times=2)
     assert names(train(make_recipe(max_steps=2))) == ["step-00000002"]
