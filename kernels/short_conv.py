@@ -20,7 +20,7 @@ except ImportError:  # no Triton
 
 
 class Mixture(NamedTuple):
-    """Of some rows: V columns, from `column` on, become x + share·(values − x)."""
+    """What is mixed into rows: their V columns from `column` on become x + share·(values − x)."""
 
     column: int
     values_BNV: torch.Tensor  # [B, N, V]
@@ -43,10 +43,11 @@ def convolve_columns(
     cu_seqlens: torch.Tensor | None = None,
     mixture: Mixture | None = None,
 ) -> torch.Tensor:
-    """`short_convolution` of the first C columns of x, mixed, with `silu` followed by a SiLU; other columns
+    """`short_convolution` of the first C columns of x, with `silu` followed by a SiLU; other columns
     unchanged.
 
     x_BNW: [B, N, W], W ≥ C. weight_KC: [K, C]. cu_seqlens: borders of sequences packed into the B·N tokens.
+    mixture: what is mixed into x before.
     Returns [B, N, W] in x's dtype.
     """
     C, W = weight_KC.shape[1], x_BNW.shape[2]

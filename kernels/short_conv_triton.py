@@ -1,5 +1,5 @@
-"""A causal depthwise convolution of four taps along the sequence, and a SiLU behind it: Triton, one kernel
-each for both passes.
+"""A causal depthwise convolution of four taps along the sequence, of columns into which others may be mixed,
+and a SiLU behind it: Triton, one kernel each for both passes.
 
 A block processes a range of tokens of a few hundred channels, with the last three tokens in registers: each
 pass reads and writes every tensor once, except for three tokens per range. The compiled PyTorch form reads x
@@ -202,7 +202,8 @@ def _backward(
     SILU: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """With dz_t = dy_t silu'(z_t), or dy_t: dx_t = Σ_k w_k dz_{t+3−k}; and the block's part of
-    dw_k = Σ_t dz_t x_{t−3+k}, over its own tokens t. Of xi, ri and di, x3, r3 and d0 are token t's."""
+    dw_k = Σ_t dz_t x_{t−3+k}, over its own tokens t. Of xi, ri and di, x3, r3 and d0 are token t's.
+    With MIXED, x + share·(values − x) takes x's place, and values and share have gradients, too."""
     first = tl.program_id(0) * TOKENS
     batch = tl.program_id(1).to(tl.int64)
     c = begin + tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)

@@ -17,7 +17,7 @@ from torch import nn
 
 from lingpt.common.options import Declared, Option, declared
 from lingpt.kernels.context_parallel import Context
-from lingpt.kernels.short_conv import Mixture, mix_columns
+from lingpt.kernels.short_conv import Mixture
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.short_conv import ConvState, apply_short_conv
 
@@ -240,8 +240,6 @@ class QKVAttention(Attention):
         """The projection's rows, v mixed with the shared values, then convolved, with these options; updates
         the state's `conv`."""
         mixture = value_mixture(sum(self.config.qkv_sizes[:2]), values_BNV, self.value_mix)
-        if self.conv is None:
-            return mix_columns(rows_BNW, mixture)
         return apply_short_conv(
             rows_BNW, self.conv, state, cu_seqlens, silu=self.conv_silu, context=self.context, mixture=mixture
         )

@@ -26,7 +26,6 @@ from lingpt.kernels.gated_linear_attention import (
     gated_linear_attention_with_state,
 )
 from lingpt.kernels.linear_attention.cuda.channel_decay import LONGEST_SEGMENT, MOST_KEYS
-from lingpt.kernels.short_conv import mix_columns
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import (
     GATE_ACTIVATION,
@@ -154,12 +153,9 @@ class GLAAttention(Attention):
         """`[B, N, C]` → the same; cos and sin are not read. `state.value`: `[B, H, d_k/H, d_v/H]` in fp32."""
         qkv, r = self.qkvr(x_BNC).split((2 * self.d_k + self.d_v, self.d_v), dim=-1)
         mixture = value_mixture(2 * self.d_k, values_BNV, self.value_mix)
-        if self.conv is None:
-            qkv = mix_columns(qkv, mixture)
-        else:
-            qkv = apply_short_conv(
-                qkv, self.conv, state, cu_seqlens, silu=True, context=self.context, mixture=mixture
-            )
+        qkv = apply_short_conv(
+            qkv, self.conv, state, cu_seqlens, silu=True, context=self.context, mixture=mixture
+        )
         q, k, v = (  # [B, N, H, d_k/H or d_v/H]
             t.unflatten(-1, (self.n_head, -1)) for t in qkv.split((self.d_k, self.d_k, self.d_v), dim=-1)
         )

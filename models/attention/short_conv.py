@@ -27,7 +27,7 @@ class ConvState:
 
 def apply_short_conv(
     x_BNW: torch.Tensor,
-    weight_KC: torch.Tensor,
+    weight_KC: torch.Tensor | None,
     state: ConvState | None = None,
     cu_seqlens: torch.Tensor | None = None,
     *,
@@ -35,22 +35,23 @@ def apply_short_conv(
     context: Context | None = None,
     mixture: Mixture | None = None,
 ) -> torch.Tensor:
-    """`short_convolution` of the first C columns of x, mixed, with `silu` followed by a SiLU; other columns
+    """`short_convolution` of the first C columns of x, with `silu` followed by a SiLU; other columns
     unchanged.
 
-    x_BNW: [B, N, W], W ≥ C; with a decoding state, W = C. weight_KC: [K, C]. x continues the tokens that the
-    state has seen; `state.conv` [B, K − 1, C], the last of them (None before the first), is updated.
-    cu_seqlens: borders of documents that are packed into the rows. With a context, x is this process's piece,
-    of at least K − 1 tokens.
+    x_BNW: [B, N, W], W ≥ C; with a decoding state, W = C. weight_KC: [K, C]; None for no convolution.
+    mixture: what is mixed into x before. x continues the tokens that the state has seen; `state.conv`
+    [B, K − 1, C], the last of them (None before the first), is updated. cu_seqlens: borders of documents that
+    are packed into the rows. With a context, x is this process's piece, of at least K − 1 tokens.
     Returns [B, N, W] in x's dtype.
     """
-    if state is None and context is None:
+    if weight_KC is None:
+        return mix_columns(x_BNW, mixture)
+    if state is not None:
+        y_BNC = _conv_with_state(mix_columns(x_BNW, mixture), weight_KC, state, cu_seqlens)
+        return F.silu(y_BNC) if silu else y_BNC
+    if context is None:
         return convolve_columns(x_BNW, weight_KC, silu, cu_seqlens, mixture)
     x_BNW = mix_columns(x_BNW, mixture)
-    if state is not None:
-        y_BNC = _conv_with_state(x_BNW, weight_KC, state, cu_seqlens)
-        return F.silu(y_BNC) if silu else y_BNC
-    assert context is not None
     (B, N, _), seen = x_BNW.shape, weight_KC.shape[0] - 1
     x_BNW = torch.cat((context.previous(x_BNW[:, -seen:]), x_BNW), dim=1)
     if cu_seqlens is not None:

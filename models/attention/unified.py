@@ -187,9 +187,7 @@ class UnifiedAttention(QKVAttention):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v `[B, N, H, D]`, and the log decays `[B, N, H]` or `[B, N, H, D]` in fp32 (float64)."""
         H, G = self.config.n_head, self.config.n_query_groups
-        rows = self.qkv(x_BNC)
-        if self.conv is not None:
-            rows = apply_short_conv(rows, self.conv, state, cu_seqlens, silu=True)
+        rows = apply_short_conv(self.qkv(x_BNC), self.conv, state, cu_seqlens, silu=True)
         q, k, v = self.split_heads(rows)
         if self.form.rope:
             q, k = apply_rope(q, cos_NR, sin_NR), apply_rope(k, cos_NR, sin_NR)
