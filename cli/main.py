@@ -106,7 +106,8 @@ def _open_streams() -> None:
 
 
 def _flush() -> None:
-    """Writes what stdout still holds: at the process's end, an error would be no line of ours."""
+    """Flushes stdout while an error can still become one line, which at Python's own flush at exit it cannot.
+    After an error what is left is dropped."""
     try:
         sys.stdout.flush()
     except OSError:
