@@ -26,7 +26,7 @@ from lingpt.kernels.numerics import LOG_ZERO, NORM_EPS
 SOURCE = "tf32.cu"
 HEAD_DIMS = (32, 64, 128, 256)  # to compile ahead
 WIDEST = 288  # head_dim is a multiple of 8
-SLICE = 64  # channels of c that a block has at most
+SLICE = 64  # channels of c that a block has at most, or twice as many
 SHORTEST_SEGMENT = 64  # tokens
 ROW_THREADS, ROW_LANES, PREFIX_THREADS = 256, 8, 128
 
@@ -61,9 +61,15 @@ class Build:
     products: int  # in TF32 for one in fp32: 3, or 1 where its precision is enough
 
     @functools.cached_property
+    def wide(self) -> bool:
+        """Whether a block has twice as many warps and tokens as others of heads wider than 128, of which a
+        multiprocessor has room for one. With three products its threads would not have enough registers."""
+        return self.D > 128 and self.products == 1 and most_shared(self.arch) > 200
+
+    @functools.cached_property
     def slices(self) -> int:
         """Blocks that share a head's channels of c."""
-        return -(-self.D // SLICE)
+        return -(-self.D // (SLICE * (1 + self.wide)))
 
     @functools.cached_property
     def warps(self) -> int:
@@ -77,17 +83,17 @@ class Build:
     @property
     def chunk(self) -> int:
         """Tokens that a block has in shared memory at a time."""
-        return 16 if self.D > 128 or self.arch in SMALL_SHARED else 32
+        return 16 if (self.D > 128 and not self.wide) or self.arch in SMALL_SHARED else 32
 
     @functools.cached_property
     def shared(self) -> tuple[int, int]:
         """Bytes of shared memory of a block: a scan, `states`."""
         row, slice_row = self.D + 8 * (self.D % 16 == 0), 16 * self.warps + 8
         tokens = -(-(self.chunk * (8 + 12 * 4) + self.chunk // 16 * 8) // 16) * 16
-        both = 2 * self.chunk * (row + slice_row) * 4
-        scores = self.chunk // 16 * 16 * 20 * 4
-        scan = both + 2 * self.chunk * row * 4 + scores + self.D * 4
-        states = both + row * 4 + 16 * 20 * 4 + self.D * 4
+        both = 2 * self.chunk * (row + slice_row) * 4 + self.D * 4
+        scores, y = self.chunk // 16 * 16 * 20 * 4, (self.chunk if self.warps >= 8 else 1) * slice_row * 4
+        scan = both + 2 * self.chunk * row * 4 + scores + y
+        states = both + row * 4 + 16 * 20 * 4 + slice_row * 4
         return tuple(-(-x // 16) * 16 + 2 * tokens + 8 * len(_TENSORS) for x in (scan, states))  # type: ignore[return-value]
 
     @functools.cached_property

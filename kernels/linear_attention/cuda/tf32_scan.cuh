@@ -91,6 +91,8 @@ template <int D, int WARPS, int CHUNK, bool LAST, bool STATES, bool NORMS>
 struct Tf32Scan {
   static constexpr int M = 16 * WARPS, SUBS = CHUNK / 16;
   static constexpr int COPIERS = 32 * WARPS;  // threads that copy tiles: the additional warp has enough to do
+  // Of more than eight warps a thread has 168 registers. Then c is loaded twice, and y has a place of its own.
+  static constexpr bool FEW_REGISTERS = WARPS >= 8;
   // Rows 8 or 24 banks apart: neither the pairs (2t, 2t+1) of rows g conflict, nor columns g of rows t.
   static constexpr int ROW = D % 16 ? D : D + 8, C_ROW = M + 8, SCORE_ROW = 20;
 
@@ -102,10 +104,11 @@ struct Tf32Scan {
     float scale[CHUNK];                                            // of y
     float change[SUBS], count[SUBS];  // of 16 tokens: their decay − 1, Σ b_last c_last; see recurrence.cu
   };
-  struct __align__(16) Shared {  // two stages; y takes c's place
+  struct __align__(16) Shared {  // two stages; y takes c's place if it has none
     float a[STATES ? 1 : 2][STATES ? 1 : CHUNK][ROW], b[2][CHUNK][ROW], c[2][CHUNK][C_ROW];
     float scores[STATES ? 1 : SUBS][16][SCORE_ROW], Z[D];
     Tokens tokens[2];
+    float y[STATES || !FEW_REGISTERS ? 1 : CHUNK][C_ROW];
     float* of_head[TENSORS];  // in registers they would be recomputed for each chunk
   };
 
@@ -135,7 +138,7 @@ struct Tf32Scan {
     constexpr int FOURS = COLUMNS / 4, STEPS = (CHUNK + STEP<COLUMNS> - 1) / STEP<COLUMNS>;
     const int column = tid % FOURS * 4, r = tid / FOURS;
     if (r >= STEP<COLUMNS>) return;
-#pragma unroll
+#pragma unroll(FEW_REGISTERS && !STATES ? 1 : STEPS)
     for (int n = 0; n < STEPS; n++) {
       const int row = r + n * STEP<COLUMNS>;
       if ((n + 1) * STEP<COLUMNS> <= CHUNK || row < CHUNK) use(row, column);
@@ -287,17 +290,21 @@ struct Tf32Scan {
   // To a part of the state what 16 tokens add; of the segment alone it does not decay: they are weighted to its end.
   static DEVICE void add(float& to, float change, float sum) { to += STATES ? sum : to * change + sum; }
 
+  // A fragment of cᵀ, of eight tokens: t and t+4.
+  DEVICE void load_c(int stage, int first_token, float (&c)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int token = first_token + i / 2 * 4 + t;
+      c[i] = shared.c[stage][token][16 * warp + g + i % 2 * 8] * shared.tokens[stage].c[token];
+    }
+  }
   // 16 tokens of this warp's channels.
   DEVICE void advance(int stage, int sub) {
     const auto& tokens = shared.tokens[stage];
-    const int row = 16 * sub, own = 16 * warp + g;
-    float c[2][4];  // of tokens t and t+4, then t+8 and t+12: a fragment of cᵀ
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int token = row + i / 2 * 4 + t;
-      c[i / 4][i % 4] = shared.c[stage][token][own + i % 2 * 8] * tokens.c[token];
-    }
+    const int row = 16 * sub;
+    float c[2][4];
     if constexpr (!STATES) write_y(stage, sub, c);
+    if constexpr (STATES || FEW_REGISTERS) load_c(stage, row, c[0]), load_c(stage, row + 8, c[1]);
     float more[2] = {};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -322,8 +329,14 @@ struct Tf32Scan {
     }
   }
 
-  // yᵀ of 16 tokens; sum[0] has the first eight.
-  DEVICE void write_y(int stage, int sub, const float (&c)[2][4]) {
+  DEVICE auto& y_tile(int stage) const {
+    if constexpr (FEW_REGISTERS)
+      return shared.y;
+    else
+      return shared.c[stage];
+  }
+  // yᵀ of 16 tokens; sum[0] has the first eight. Loads c when the state's product needs no registers any more.
+  DEVICE void write_y(int stage, int sub, float (&c)[2][4]) {
     const auto& tokens = shared.tokens[stage];
     const int row = 16 * sub, own = 16 * warp + g;
     float sum[2][4] = {}, rest[2][2][4] = {};
@@ -353,6 +366,7 @@ struct Tf32Scan {
     }
 #pragma unroll
     for (int s = 0; s < 2; s++) {
+      load_c(stage, row + 8 * s, c[s]);
       const Split<4> left(c[s]);
 #pragma unroll
       for (int i = s; i < 2; i++) {
@@ -360,10 +374,10 @@ struct Tf32Scan {
         mma(sum[i], sum[i], sum[i], left, Split<2, true>({weights[0], weights[4]}));
       }
     }
-    __syncwarp();  // all lanes have read c
+    if constexpr (!FEW_REGISTERS) __syncwarp();  // all lanes have read c
+    auto& y = y_tile(stage);
 #pragma unroll
-    for (int n = 0; n < 8; n++)
-      shared.c[stage][row + n / 4 * 8 + 2 * t + n % 2][own + n % 4 / 2 * 8] = sum[n / 4][n % 4];
+    for (int n = 0; n < 8; n++) y[row + n / 4 * 8 + 2 * t + n % 2][own + n % 4 / 2 * 8] = sum[n / 4][n % 4];
   }
 
   // y_last, Z and count of 16 tokens: the additional warp.
@@ -413,7 +427,7 @@ struct Tf32Scan {
     float* to = first_four<M>(Y_ROWS, first, row);
     const i64 step = STEP<M> * p.strides[Y_ROWS].token;
     each_four<M>([&](int r, int column) {
-      const float4 x = four(&shared.c[stage][r][column]);
+      const float4 x = four(&y_tile(stage)[r][column]);
       const float scale = LAST ? shared.tokens[stage].scale[r] : 1.f;
       auto bits = [&](float y) { return __float_as_uint(y * scale); };
       if (row + r < end && (D % M == 0 || first + column < D))
@@ -495,10 +509,12 @@ struct Tf32Scan {
       if constexpr (ADDITIONAL) fetch(row + 2 * step, numbers);
 #pragma unroll 1
       for (int sub = 0; sub < SUBS; sub++) {
+        if (FEW_REGISTERS) recompute_lane();
         if constexpr (!ADDITIONAL) advance(stage, sub);
         if constexpr (ADDITIONAL && LAST) advance_last(stage, sub, row);
       }
     }
+    if (!STATES && FEW_REGISTERS) recompute_lane();
     if constexpr (STATES) {
 #pragma unroll
       for (int i = 0; i < 2; i++) R[i] = sum_lanes<4>(R[i]);

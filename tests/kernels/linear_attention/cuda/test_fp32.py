@@ -129,6 +129,20 @@ def test_one_product_where_tf32_is_allowed(case: tuple, emulated) -> None:
 
 
 @pytest.mark.nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize(("D", "kind"), [(256, "token"), (136, "head, free")])
+def test_a_block_alone_on_its_multiprocessor(D: int, kind: str, emulated, monkeypatch) -> None:
+    """Guards: nine warps, two slices of a wide head, y beside c, both halves of 32 tokens, one token more."""
+    monkeypatch.setattr(tf32, "card", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(tf32, "segmentation", lambda N, *_: (2, 32))
+    x, options = oracles.inputs(1, 33, 1, D, FP32), options_of(kind, 1, 33, 1, D)
+    with matmul_precision("cuda", "tf32"):
+        found = forward_backward(*x, backend="cuda", **options)
+    off, name = worst(found, in_float64(*x, **options))
+    assert off < 1.5e-3, name
+
+
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float16, 1e-3), pytest.param(BF16, 3e-3, marks=pytest.mark.slow)]
 )
