@@ -40,7 +40,10 @@ CHUNK, SUBS = 32, 2  # tokens that a block takes at a time, and the blocks of 16
 LONGEST_SEGMENT = 1024
 WIDTH, MOST_KEYS, MOST_VALUES = 32, 256, 512  # Dk and Dv are multiples of the first
 # (Dk, Dv) to compile ahead: of `gla`, by the width of the model, and those of heads as models have them.
-HEAD_SHAPES = ((32, 32), (32, 64), (64, 128), (96, 192), (128, 256), (256, 512), (64, 64), (128, 128))
+HEAD_SHAPES = (
+    *((32, 32), (32, 64), (64, 128), (96, 192), (128, 256), (256, 512)),
+    *((64, 64), (128, 128), (256, 256)),
+)
 
 _TENSORS = ("a", "b", "c", "gate", "k")  # those with strides
 # struct ChannelParams: pointers, different in each call; then what calls of one shape share.
@@ -85,8 +88,10 @@ class Build:
 
     @functools.cached_property
     def prepared(self) -> bool:
-        """Whether what all slices of v need of q, k and the decays is computed once, by `prepare`."""
-        return self.Dv // self.slices[0] > 2
+        """Whether what all slices of v need of q, k and the decays is computed once, by `prepare`: of three
+        or more, and of two where it would not fit beside them."""
+        slices, needed = self.Dv // self.slices[0], self.left_shared(self.Dk, self.slices[0])
+        return slices > 2 or (slices == 2 and needed > 1024 * most_shared(self.arch))
 
     @property
     def prepare_part(self) -> int:

@@ -124,6 +124,7 @@ SLOW = [
 ]
 SLOW_SM80 = [
     (70, 32, 2, 32, 160, BF16, BF16, "mixed"),  # prepared
+    (70, 32, 2, 256, 256, BF16, FP32, "mixed"),  # prepared, as two slices do not fit otherwise
     (40, 32, 1, 64, 512, BF16, FP32, "weak"),  # four groups without roles
     (70, 64, 1, 96, 256, FP16, BF16, "mixed"),  # two groups with roles
 ]
