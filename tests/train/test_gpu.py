@@ -71,12 +71,13 @@ def test_a_deterministic_run_has_the_same_bits_again(make_recipe, attention):
 
 
 @pytest.mark.gpu
-def test_compiled_gradients_of_two_micro_batches_are_those_of_eager():
+@pytest.mark.parametrize("attention", ["softmax", *(f"{alias}+value_residual" for alias in ALIASES)])
+def test_compiled_gradients_of_two_micro_batches_are_those_of_eager(attention):
     """Also those that Inductor returns in one buffer, of the biases that a block adds to the same sum."""
     gradients = []
     for compiled in (True, False):
         parallel = Parallel(choose_machine(TrainConfig(accelerator="cuda", devices=1, precision="32-true")))
-        gpt = GPT.create(Config.from_name("demo", attention="softmax"), seed=0, device="cuda")
+        gpt = GPT.create(ModelArgs("demo", attention).config(), seed=0, device="cuda")
         if compiled:
             compile_blocks(gpt)
         model = parallel.wrap(NextTokenLoss(gpt))
