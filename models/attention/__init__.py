@@ -51,10 +51,11 @@ def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) ->
 
     `parse_form` reads it, except for a list of layers that is no hybrid of `hybrid_layers`.
     """
+    label, every = attention_label(attention), values.get(SOFTMAX_EVERY)
     names = [attention] if isinstance(attention, str) else attention
+    names = [*names, SOFTMAX] if every is not None else names
     declared = {n: p for name in names if name in ATTENTIONS for n, p in ATTENTIONS[name].options().items()}
     options = {n: values[n] for n, p in declared.items() if n in values and values[n] != p.default}
-    label, every = attention_label(attention), values.get(SOFTMAX_EVERY)
     periods = [] if every is None else [every]
     if not isinstance(attention, str) and (hybrid := find_hybrid(attention)):
         label, periods = hybrid

@@ -8,7 +8,7 @@ import pytest
 
 from lingpt.common.arguments import help_text
 from lingpt.common.errors import UserError
-from lingpt.models import ALIASES, ATTENTIONS, MODELS, Config, ModelArgs, attention_form
+from lingpt.models import ALIASES, ATTENTIONS, MODELS, Config, ModelArgs, attention_form, parse_form
 from lingpt.models.attention import attention_options
 from lingpt.train.config import Recipe
 from lingpt.train.recipe import parse_recipe
@@ -263,6 +263,14 @@ def test_an_alias_less_three_of_its_options():
     args = ModelArgs("pythia-70m", attention=" + ".join(("hybrid-best", *options)))
     first, *others = attention_form(args.attention, vars(args)).split(" + ")
     assert first == "hybrid-best" and set(others) == options
+
+
+@pytest.mark.parametrize(
+    "form", ["hybrid-best", "hybrid + softmax_qk_norm", "gla + softmax_conv + softmax_every=3"]
+)
+def test_a_form_without_its_layers(form: str):
+    """Guards: `lingpt mqar --attentions hybrid-best`, whose softmax layers lost their options."""
+    assert attention_form(*parse_form(form)) == form
 
 
 @pytest.mark.parametrize("n_layer", [2, 3, 4])
