@@ -276,9 +276,10 @@ def comparison_notes(compared: Sequence[Result], results: Sequence[Result]) -> l
 
 
 def run_name(result: Result) -> str:
-    """`pythia-70m-ours, step 960`, and the number of seeds if there are several."""
+    """`pythia-70m-ours, step 960`, without a step of a model folder; and the number of seeds if several."""
     about = result.checkpoint
-    return f"{about.run}, step {about.step}" + (f", {len(result.seeds)} seeds" if result.runs else "")
+    name = f"{about.run}, step {about.step}" if about.step else about.run
+    return name + (f", {len(result.seeds)} seeds" if result.runs else "")
 
 
 # ---------------------------------------------------------------------- comparable prompts

@@ -65,6 +65,10 @@ class Checkpoint:
             )
         return cls(folder, run, step, *read_model(run))
 
+    @property
+    def name(self) -> str:
+        return f"{self.run.name} step {self.step}"
+
     @cached_property
     def form(self) -> str:
         """The attention and its options that are not at their defaults."""
@@ -140,6 +144,10 @@ class ModelFolder(Checkpoint):
             raise UserError(f"{folder} has no {TOKENIZER}: copy that of the run into it")
         attention = config.attention if isinstance(config.attention, str) else tuple(config.attention)
         return cls(folder, folder.resolve(), 0, config.name, attention)
+
+    @property
+    def name(self) -> str:
+        return self.run.name
 
     @cached_property
     def _config(self) -> Config:

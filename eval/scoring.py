@@ -75,7 +75,7 @@ class Scorer:
         self.checkpoint, self.batch_tokens, self.redo = checkpoint, batch_tokens, redo
         self.dtype = dtype or checkpoint.dtype
         self.devices, self.report_left_out = find_devices(device, devices), left_out
-        self.name = f"{checkpoint.run.name} step {checkpoint.step}"
+        self.name = checkpoint.name
         self.results, self._log = load_results(checkpoint), log
 
     def score(self, measurements: Iterable[Measurement]) -> Result:
@@ -182,8 +182,7 @@ def load_lm(
     tokenizer = load_tokenizer(checkpoint.folder)
     tokenizer.check_fits(model.config.padded_vocab_size)
     models = [model, *(same_weights(model, device) for device in devices[1:])]
-    name = f"{checkpoint.run.name} step {checkpoint.step}"
-    return LinGPTLM(models, tokenizer, batch_tokens=batch_tokens, name=name)
+    return LinGPTLM(models, tokenizer, batch_tokens=batch_tokens, name=checkpoint.name)
 
 
 def summary(score: Score) -> str:

@@ -52,6 +52,7 @@ def test_an_export_scores_as_its_run_does(runs, eval_data, tmp_path, capsys):
         ours, theirs = ([s["metrics"] for s in result["scores"].values()] for result in found)
         assert ours == theirs
         assert found[0]["checkpoint"]["parameters"] == found[1]["checkpoint"]["parameters"]
+    assert "step 0" not in capsys.readouterr().out
     (tmp_path / "demo-ours/tokenizer.json").unlink()
     assert main(["eval", "--runs", str(tmp_path / "demo-ours"), *words]) == 2
     assert "demo-ours has no tokenizer.json: copy that of the run into it" in capsys.readouterr().err
