@@ -47,6 +47,7 @@ def run(options: Options) -> None:
     from lingpt.common.devices import decoding_dtype, find_device
     from lingpt.common.errors import UserError
     from lingpt.common.files import read_text
+    from lingpt.common.format import scaled
     from lingpt.common.run_folder import TOKENIZER, find_model_folder
     from lingpt.data import load_tokenizer
     from lingpt.models import check_source, generate, load_model, load_state, read, save_state
@@ -83,7 +84,7 @@ def run(options: Options) -> None:
             state = model.new_state(1, len(document))
             read(model, torch.tensor([document], device=device), state)
             save_state(file, model, state)
-            print(f"{file}: {len(document):,} tokens, {file.stat().st_size / 1e6:.1f} MB")
+            print(f"{file}: {len(document):,} tokens, {scaled(file.stat().st_size, 'B')}")
             if not prompt:
                 return
         state, document = load_state(file, model, len(prompt) + options.max_new_tokens), []

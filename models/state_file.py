@@ -18,6 +18,7 @@ PIECE = 4096  # tokens that `read` steps through at a time
 def read(model: GPT, idx_BN: torch.Tensor, state: DecodingState) -> None:
     """Steps the state through the tokens `[B, N]`, in pieces, so that memory does not grow with N, and with a
     progress bar on a terminal. Raises UserError as `GPT.hidden` does."""
+    model.check_length(state.position + idx_BN.shape[1])
     with torch.no_grad(), tqdm(total=idx_BN.shape[1], unit="token", desc="reading", disable=None) as bar:
         for piece_BN in idx_BN.split(PIECE, dim=1):
             model.hidden(piece_BN, state)

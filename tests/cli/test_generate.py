@@ -10,6 +10,7 @@ from lingpt.cli.chat import replies
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_json
+from lingpt.common.format import scaled
 from lingpt.data.tokenizer import Tokenizer, train_bpe
 from lingpt.models import GPT, ModelArgs, generate, load_model, save_model
 
@@ -74,7 +75,7 @@ def test_a_document_is_read_once_and_asked_twice(folder, capsys):
     assert whole.startswith("the river") and whole != shown(capsys, *ask)
     written = shown(capsys, *greedy, "--document", "long.txt", "--state", "a")
     ids = tokenizer.encode(DOCUMENT)
-    assert written == f"a: {len(ids):,} tokens, {Path('a').stat().st_size / 1e6:.1f} MB\n"
+    assert written == f"a: {len(ids):,} tokens, {scaled(Path('a').stat().st_size, 'B')}\n"
     model.any_length = True
     text = generate(model, torch.tensor([ids]), 60, temperature=0, vocab_size=tokenizer.vocab_size)[0]
     new = tokenizer.decode(text[len(ids) :].tolist())

@@ -73,3 +73,12 @@ def test_states_of_other_models_are_refused(build, tokens, tmp_path):
     file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(UserError, match="holds no state, or a damaged one"):
         load_state(file, model, room=1)
+
+
+def test_a_document_beyond_the_block_size_is_refused_by_its_length(build, tokens):
+    """With softmax layers, before a token is read. Guards: the length of its first piece in the message."""
+    model = build("softmax", block_size=40)
+    state = model.new_state(2, 40)
+    with pytest.raises(UserError, match=f"a sequence of {tokens.shape[1]} tokens, .* block size is 40"):
+        read(model, tokens, state)
+    assert state.position == 0
