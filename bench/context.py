@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,7 +28,9 @@ from lingpt.bench.results import BenchResults, Session, Skipped
 from lingpt.bench.trace import draw_trace, read_trace
 from lingpt.common.run_folder import PROFILE, read_metrics
 from lingpt.models import ModelArgs
+from lingpt.train.config import TrainConfig
 from lingpt.train.console import print_rank0
+from lingpt.train.planning.machine import choose_machine
 from lingpt.train.planning.memory_fit import fits_here
 from lingpt.train.planning.plan import estimate
 from lingpt.train.profile import SKIPPED, TRACE
@@ -72,7 +74,7 @@ def bench_context(
     base_len: int,
     check_len: int,
     devices: int,
-    accelerator: str,
+    accelerator: Literal["auto", "cpu", "cuda"],
     steps: int,
     budget: float,
     options: str,
@@ -80,14 +82,14 @@ def bench_context(
     save_to: Path,
 ) -> Results:
     """Measures all rows, none after `budget` seconds, and saves after each; `options`: more of `lingpt
-    train`'s, for every row. UserError for an unknown model or attention."""
+    train`'s, for every row. UserError for an unknown model or attention, or without so many devices."""
     for attention in attentions:
         ModelArgs(name=model, attention=attention).config()
+    machine = choose_machine(TrainConfig(accelerator=accelerator, devices=devices, num_nodes=1))
     out = save_to.parent
     out.mkdir(parents=True, exist_ok=True)
-    on_gpu = accelerator != "cpu" and torch.cuda.is_available()
-    precision = "bf16-mixed" if on_gpu else "32-true"
-    results = Results.begin(torch.device("cuda" if on_gpu else "cpu"), precision, save_to, append)
+    precision = "bf16-mixed" if machine.accelerator == "cuda" else "32-true"
+    results = Results.begin(torch.device(machine.accelerator), precision, save_to, append)
     text = out / "validation.txt"  # as long as the longest row, which the embedded validation text is not
     text.write_text("A line of text.\n" * (max(*seq_lens, base_len, check_len) // 16 + 1))
     everywhere = ["--data.val_source", str(text), "--train.accelerator", accelerator, *options.split()]

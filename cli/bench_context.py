@@ -20,7 +20,7 @@ class Options(RowOptions):
     check_len: Annotated[int, Option(
         "length at which the first loss over all devices is compared with one's", least=8)] = 65_536
     devices: Annotated[int, Option("number of devices", least=2, most=1024)] = 8
-    accelerator: Annotated[Literal["auto", "cpu", "cuda"], Option("kind of device")] = "auto"
+    accelerator: Annotated[Literal["auto", "cpu", "cuda"], Option("kind of device")] = "cuda"
     steps: Annotated[int, Option(
         "steps of a row, of which the first is not timed and the third is traced", least=1, most=1000)] = 3
     options: Annotated[str, Option("more options of `lingpt train`, for every row", blank=True)] = (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lingpt.bench import context, processes
 from lingpt.bench.context_results import Results
@@ -159,6 +160,14 @@ def test_an_unknown_name_is_one_line(tmp_path: Path, capsys):
     for option, name in (("--model", "dmo"), ("--attentions", "softmx")):
         assert main(["bench", "context", "--accelerator", "cpu", option, name, "--out", str(tmp_path)]) == 2
         assert f"'{name}' (did you mean" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_without_a_gpu_it_is_one_line(tmp_path: Path, capsys):
+    """Guards: minutes of rows that are all refused, as the default model does not fit a CPU."""
+    assert main(["bench", "context", "--out", str(tmp_path)]) == 2
+    assert "PyTorch finds no CUDA device: use cpu" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
