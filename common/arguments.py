@@ -103,7 +103,8 @@ def _split(
         name, is_config = key.removeprefix("--"), takes_config and key == "--config"
         if name not in options and not is_config:
             elsewhere = [o for o in options if o.endswith("." + name.rpartition(".")[2])]  # in another group
-            hint = nearest(name, elsewhere or options)
+            known = [*options, "config"] if takes_config else options
+            hint = nearest(name, elsewhere or known)
             raise UserError(f"unknown key {name!r}{hint}; `lingpt {verb} --help` lists them")
         declared = options.get(name, CONFIG)
         if equals:
