@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from lingpt.common.errors import UserError
 from lingpt.common.options import Option
@@ -12,6 +12,8 @@ from lingpt.study import STAGES, Study, find_study, read_study, studies, with_ba
 @dataclass
 class Options:
     """Train and score several attentions alike, and write the tables, the figures and a page."""
+
+    FILE: ClassVar = Study
 
     # fmt: off
     config: Annotated[str | None, Option(f"a study: a YAML file, or one of {', '.join(studies())}")] = None

@@ -146,7 +146,8 @@ def _values(rest: deque[str]) -> list[str]:
 def help_text(
     verb: str, cls: Any, about: str, config: ConfigFile | None, shown: str | tuple[str, ...] = ""
 ) -> str:
-    """What `lingpt <verb> --help` prints: options under their headings, the rarely set ones last."""
+    """What `lingpt <verb> --help` prints: options under their headings, the rarely set ones last; then the
+    keys of the file that the verb takes, those of the dataclass `cls.FILE` if there is one."""
     places, sections = "", dict[str, list[str]]()
     if config:
         sections["options"] = [_entry("--config", config.help)]
@@ -163,6 +164,9 @@ def help_text(
         sections.setdefault(heading or "options", []).append(_entry(name, _about(declared)))
     if RARE in sections:
         sections[RARE] = sections.pop(RARE)
+    if file := getattr(cls, "FILE", None):
+        keys = options_of(file).items()
+        sections["keys of the file"] = [_entry(key, _about(declared)) for key, declared in keys]
     lines = [f"usage: lingpt {verb}{places} [--option value …]", "", _filled(" ".join(about.split()))]
     for heading, entries in sections.items():
         lines += ["", f"{heading}:", *entries]
@@ -177,7 +181,7 @@ def _about(declared: Declared) -> str:
         notes.append(declared.expected)
     if isinstance(default, list | tuple):
         default = " ".join(map(as_word, default)) or None
-    if default not in (None, MISSING, ""):
+    if default not in (None, MISSING, "", {}):
         notes.append(f"default: {as_word(default)}")
     if named:
         notes.append(f"default: {named.removesuffix(')')}")

@@ -90,7 +90,8 @@ def format_plan(
         f"disk    {scaled(_disk(rate_runs, runs, stages, models), 'B')} of checkpoints at most"
         + ("; the rates' go when these are chosen" if rate_runs else ""),
         f"scores  {_scores(study, stages)}",
-        "Small models and short sequences reach less of the peak: the time is then longer."
+        "The start of each run and its compilation come on top, and small models and short sequences reach "
+        "less of the peak."
         + (" MQAR's is the most: training ends once 99.9 % of answers are right." if "mqar" in left else ""),
     ]
     return "\n".join(lines)

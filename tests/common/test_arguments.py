@@ -4,6 +4,7 @@ import pytest
 
 from lingpt.cli import export, replay, study, train
 from lingpt.cli.main import parse
+from lingpt.common.arguments import help_text
 from lingpt.common.errors import UserError
 from lingpt.train.recipe import parse_recipe
 
@@ -67,6 +68,14 @@ def test_an_argument_without_a_key_may_be_given_by_it():
         assert (options.model, options.out) == ("a", "b")
     with pytest.raises(UserError, match="'c' belongs to no option"):
         parse("export", export, ["--model", "a", "b", "c"])
+
+
+def test_a_studys_help_has_the_keys_of_its_file():
+    """Guards: keys that only the source named."""
+    text = help_text("study", study.Options, "", None)
+    options, keys = text.split("\nkeys of the file:\n")
+    assert "  learning_rates " in keys and "  --learning_rates" not in options and "{}" not in keys
+    assert "keys of the file" not in help_text("export", export.Options, "", None)
 
 
 def test_a_range_is_what_the_verb_takes():
