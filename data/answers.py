@@ -8,6 +8,7 @@ negative, and after each row stands ROW_END.
 
 import functools
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ class AnswerTokenizer(Tokenizer):
     def _chat(self) -> Any:
         from transformers import AutoTokenizer
 
+        # An export of LinGPT's lies beside a model that transformers does not know, and warns of.
+        logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
         found = None
         if self._source:
             path = find_tokenizer(self._source)
@@ -52,8 +55,8 @@ class AnswerTokenizer(Tokenizer):
             found.chat_template = found.chat_template.get("default")
         if found is None or found.chat_template is None:
             raise UserError(
-                f"the tokenizer {self.name} has no chat template, which messages need: give another with "
-                "--data.tokenizer, or rows with prompt and completion"
+                f"the tokenizer {self.name} has no chat template, which messages need: put a {CHAT_TEMPLATE} "
+                "beside it, give another with --data.tokenizer, or rows with prompt and completion"
             )
         found.eos_token = self.end_token
         return found

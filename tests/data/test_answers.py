@@ -224,3 +224,10 @@ def test_what_does_not_go_together_gets_one_line(chat, tokenizer, tmp_path):
         (chat / "tokenizer_config.json").write_text(json.dumps(settings))
         with pytest.raises(UserError, match="changes earlier messages"):
             prepare(config(ROWS, chat), progress=False)
+
+
+def test_the_tokenizer_of_an_export_is_read_silently(chat, capsys):
+    """Guards: two lines of transformers about the model beside it, which the tokenizer does not need."""
+    (chat / "config.json").write_text('{"model_type": "lingpt"}')
+    prepare(config(ROWS * 3, chat), progress=False)
+    assert capsys.readouterr().err == ""
