@@ -65,7 +65,8 @@ def draw_curves(
     for path in paths:
         save_figure(figure, path)
     alike = [i for i, curve in enumerate(curves) if curve.text in ("", curves[base].text)]
-    return time_to_loss([curves[i] for i in alike], alike.index(base))
+    known = labels(curves)
+    return time_to_loss([curves[i] for i in alike], alike.index(base), [known[i] for i in alike])
 
 
 def draw(curves: list[Curve], timed: bool = True) -> Any:

@@ -324,8 +324,11 @@ def shortest_ends(paths: Sequence[Path]) -> list[str]:
     return found
 
 
-def time_to_loss(curves: Sequence[Curve], baseline: int = 0) -> list[dict[str, Any]]:
-    """When each run first reached losses that all of them reach: `{loss, runs: {label: …}}`.
+def time_to_loss(
+    curves: Sequence[Curve], baseline: int = 0, names: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """When each run first reached losses that all of them reach: `{loss, runs: {name: …}}`, by default their
+    labels.
 
     Uses validation losses if every run has at least two, else smoothed training losses; linear between
     points. A run's entry is {time, step, ratio}; `ratio` is its time divided by that of run number
@@ -346,8 +349,8 @@ def time_to_loss(curves: Sequence[Curve], baseline: int = 0) -> list[dict[str, A
             {
                 "loss": loss,
                 "runs": {
-                    label: {"time": time, "step": step, "ratio": time / base if base else None}
-                    for label, (step, time) in zip(labels(curves), reached, strict=True)
+                    name: {"time": time, "step": step, "ratio": time / base if base else None}
+                    for name, (step, time) in zip(names or labels(curves), reached, strict=True)
                 },
             }
         )
