@@ -65,6 +65,7 @@ def test_forms_of_unified_keep_about_what_they_say(small, form):
         ("ours", {"input_gate": True}),
         ("ours-gated", {"input_gate": True}),
         ("ours-gated", {"input_gate": True, "output_gate": True, "short_conv": True}),
+        ("gla", {}),
         ("gla", {"short_conv": True}),
         ("softmax", {"value_residual": True}),
         ("ours", {"value_residual": True}),
