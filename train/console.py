@@ -31,8 +31,9 @@ def print_rank0(message: str) -> None:
 
 def progress_bar(iterable: Iterable[T] | None = None, **options: Any) -> tqdm:
     """A tqdm bar, drawn on rank zero only, and only on a terminal."""
-    columns = shutil.get_terminal_size().columns  # 80 where a terminal does not say: tqdm would draw nothing
-    return tqdm(iterable, disable=None if _is_rank_zero() else True, ncols=columns, **options)
+    disable = None if _is_rank_zero() else True
+    size = shutil.get_terminal_size()  # 80 × 24 where a terminal does not say: tqdm would draw nothing
+    return tqdm(iterable, disable=disable, ncols=size.columns, nrows=size.lines, **options)
 
 
 def print_stderr(line: str) -> None:

@@ -1,11 +1,13 @@
 """What a run prints."""
 
+import os
+import pty
 import threading
 
 import pytest
 from tqdm import tqdm
 
-from lingpt.train.console import print_rank0
+from lingpt.train.console import print_rank0, progress_bar
 
 
 class Interrupted:
@@ -34,3 +36,15 @@ def test_an_interrupt_while_a_line_waits_to_be_printed_is_an_interrupt():
             print_rank0("a line")
     finally:
         tqdm.set_lock(lock)
+
+
+def test_a_terminal_without_a_size_has_a_bar(monkeypatch):
+    """As that of `script`, or of a container: 0 rows and columns. Guards: a run without a bar there."""
+    terminal, end = pty.openpty()
+    with open(end, "w") as screen:
+        monkeypatch.setattr("sys.stderr", screen)
+        for _ in progress_bar(range(3)):
+            pass
+        screen.flush()
+        assert "3/3" in os.read(terminal, 10_000).decode()
+    os.close(terminal)
