@@ -171,9 +171,11 @@ def _text(line: bytes, key: str, where: str) -> str:
         fault = f"is not JSON ({error})"
     else:
         fault = f"has a {key} that is not a string" if isinstance(row, dict) else "is not a JSON object"
-    other = (
-        ", or give another field with --data.text_key, or --data.rows answers" if "has no" in fault else ""
-    )
+    other = ""
+    if "has no" in fault:
+        other = ", or give another field with --data.text_key, or --data.rows answers"
+    elif "is not JSON" in fault:
+        other = "; plain text is read from files that end in .txt"
     raise UserError(f'{where} {fault}: every line must be a JSON object with a string "{key}"{other}')
 
 

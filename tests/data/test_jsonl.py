@@ -114,6 +114,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line, fault):
     assert str(error.value).startswith(f"{path}, line 3 {fault}")
     # An empty text is none of these faults: it is skipped.
     assert ': every line must be a JSON object with a string "text"' in str(error.value)
+    assert (".txt" in str(error.value)) == (fault == "is not JSON")
     assert "\n" not in str(error.value)
 
 
