@@ -28,6 +28,7 @@ from lingpt.common.files import (
     remove_partial,
     write_errors,
 )
+from lingpt.common.format import counted
 from lingpt.common.locks import file_lock
 from lingpt.data.corpus import Corpus, Document, Split, hash_of
 from lingpt.data.packing import PackedDocuments
@@ -283,8 +284,8 @@ def _check_filled(corpus: Corpus, train: StreamWriter, val: StreamWriter) -> Non
         )
     if not train.documents:
         raise UserError(
-            f"{corpus.name} holds only {val.documents} document(s), too few to hold one out for validation: "
-            "give more, or documents to validate on with --data.val_source"
+            f"{corpus.name} holds only {counted(val.documents, 'document')}, too few to hold one out for "
+            "validation: give more, or documents to validate on with --data.val_source"
         )
     if not val.documents and corpus.val:
         raise UserError(

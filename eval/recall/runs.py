@@ -12,6 +12,7 @@ import torch
 
 from lingpt.common.errors import UserError, one_line
 from lingpt.common.files import set_aside, write_errors, write_json
+from lingpt.common.format import counted
 from lingpt.common.locks import file_lock
 from lingpt.common.run_folder import LOCK
 from lingpt.eval.recall.mqar import TRIALS_PER_GPU, Trained, Trial, train_trial
@@ -33,7 +34,7 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
     path, failed = folder / RESULTS, []
     _, known = _known(path, trials)
     left = [trial for trial in trials if trial.key not in known]
-    print(f"{len(trials)} models, {len(left)} to train; {path}")
+    print(f"{counted(len(trials), 'model')}, {len(left)} to train; {path}")
     for trial, result in _trained(left, workers):
         if isinstance(result, BaseException):
             failed.append(f"{trial.key}: {one_line(result)}")

@@ -458,7 +458,7 @@ def test_with_its_own_validation_all_is_for_training():
 def test_too_few_documents_to_split(write_jsonl, tokenizer_path, tmp_path: Path):
     """One document cannot be both; the message says what to give."""
     config = DataConfig(str(write_jsonl(["only one"])), tokenizer_path, 4, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"holds only 1 document\(s\), too few.*--data.val_source"):
+    with pytest.raises(UserError, match=r"holds only 1 document, too few.*--data.val_source"):
         prepare(config, progress=False)
 
 

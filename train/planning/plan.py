@@ -88,7 +88,7 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
         "per token (forward and backward)",
         "data": f"{data.source}, sequences of {data.seq_len:,} tokens, tokenizer "
         f"{data.tokenizer or 'of the embedded corpus'}; {availability(data)}",
-        "batch": f"{t.global_batch_size} sequences = {recipe.tokens_per_step:,} tokens a step: "
+        "batch": f"{counted(t.global_batch_size, 'sequence')} = {recipe.tokens_per_step:,} tokens a step: "
         f"{counted(world_size, 'device')} × micro-batch {t.micro_batch_size} × {accumulated} accumulated",
         "run": f"{recipe.total_steps:,} steps, {scaled(tokens, ' tokens', 'B')}, "
         f"{run_flops(gpt, recipe):.3g} FLOP",
