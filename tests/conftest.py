@@ -126,7 +126,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests are skipped by name on a machine without the GPUs, or the CUDA compiler, that they need."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        need = 2 if "multigpu" in item.keywords else 1 if "gpu" in item.keywords else 0
+        need = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
         if gpus < need:
             item.add_marker(pytest.mark.skip(reason=f"needs {need} CUDA device(s), found {gpus}"))
         if item.get_closest_marker("nvrtc") and (reason := no_compiler()):
