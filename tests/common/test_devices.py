@@ -1,10 +1,31 @@
 """Guards the device that is named, and the dtype that text is generated in."""
 
+import os
+
 import pytest
 import torch
 
-from lingpt.common.devices import decoding_dtype, find_device
+from lingpt.common.devices import available_cores, decoding_dtype, device_name, find_device
 from lingpt.common.errors import UserError
+
+
+@pytest.mark.parametrize(("there", "kind", "shown"), [(True, "cuda", "some GPU"), (False, "cpu", "cpu")])
+def test_the_first_gpu_is_taken_where_there_is_one(monkeypatch, there, kind, shown):
+    """And results have its name."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    device = find_device("auto")
+    assert device == torch.device(kind) and device_name(device) == shown
+
+
+def test_only_the_cores_that_this_process_may_use_count(monkeypatch):
+    """Guards: a thread for each core of the machine where SLURM gave two of them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5}, raising=False)
+    assert available_cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")  # only Linux has it
+    for found, expected in ((6, 6), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda found=found: found)
+        assert available_cores() == expected
 
 
 def test_a_cpu_has_no_number():

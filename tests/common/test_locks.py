@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from pathlib import Path
 from threading import Event, Thread
 
@@ -11,7 +12,7 @@ from lingpt.common.locks import file_lock
 
 
 def test_a_held_lock_is_refused_or_waited_for(tmp_path):
-    path, waits, done = tmp_path / "new" / ".lock", Event(), Event()
+    path, waits, done = tmp_path / "new" / "run" / ".lock", Event(), Event()
 
     def wait() -> None:
         with file_lock(path, before_waiting=waits.set):
@@ -72,6 +73,24 @@ def test_an_error_releases_it(tmp_path):
         raise RuntimeError
     with file_lock(tmp_path / ".lock") as lock:
         assert lock.unsupported is None
+
+
+def test_a_link_is_not_followed(tmp_path):
+    """Guards: a file that is not ours, created or written to by who can put a link in its folder."""
+    (tmp_path / ".lock").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)), file_lock(tmp_path / ".lock"):
+        pass
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_file_keeps_the_umask(tmp_path):
+    """Guards: a lock in a group's cache that its members cannot open."""
+    before = os.umask(0o002)
+    try:
+        with file_lock(tmp_path / ".lock") as lock:
+            assert stat.S_IMODE(os.fstat(lock.file).st_mode) == 0o664
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])

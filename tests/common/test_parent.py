@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from lingpt.common.parent import STOP_SIGNALS, end_with_parent, signals_wait_in_children
+
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of it")
 
 # A command that a study starts: it says that it is on, and, when it is told to end, that it has saved.
@@ -29,6 +31,20 @@ from lingpt.study import jobs
 jobs.COMMAND = (sys.executable, "-c")
 jobs.run_jobs([jobs.Job("x", [sys.argv[1]], Path("child.log"))], [jobs.Slot("CPU")])
 """
+
+
+def test_signals_wait_until_a_child_is_ready():
+    """Guards: a child that a signal ended as it was still importing, without a word."""
+    blocked = lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())  # noqa: E731
+    before = blocked()
+    assert not before.intersection(STOP_SIGNALS)
+    with signals_wait_in_children():
+        assert blocked() == before | set(STOP_SIGNALS)
+        end_with_parent()
+        assert blocked() == before
+    with signals_wait_in_children():
+        pass
+    assert blocked() == before
 
 
 @pytest.mark.slow
