@@ -77,7 +77,6 @@ class CheckpointWriter:
         self._stop_retrying.set()
         if self._thread:
             self._thread.join()
-            self._thread = None
         if self._bug:
             raise self._bug
 
@@ -85,7 +84,7 @@ class CheckpointWriter:
         """Waits until the last checkpoint is written; UserError if it still fails after `LAST_TRIES`."""
         self.wait()
         for _ in range(LAST_TRIES - 1):
-            if self._error:
+            if self._error and not self._bug:
                 time.sleep(LAST_PAUSE)
                 self._try()
         self._write, self._host = lambda: None, HostBuffers(self._mesh)

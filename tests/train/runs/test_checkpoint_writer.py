@@ -1,5 +1,6 @@
 """Checkpoints in the background: the bytes of ones written on the spot, and no failure lost or fatal."""
 
+import contextlib
 import errno
 import math
 import os
@@ -200,12 +201,47 @@ def test_a_crash_leaves_the_checkpoint_in_hand_whole(make_recipe, monkeypatch):
     assert names(make_recipe().run_folder) == ["step-00000003"]
 
 
+@pytest.mark.parametrize(("by", "waits"), [(None, True), (RuntimeError, True), (KeyboardInterrupt, False)])
+def test_only_who_leaves_at_once_leaves_before_it_is_written(by, waits):
+    left, written = threading.Event(), []
+
+    def write(_):
+        left.wait(0.5)
+        written.append(1)
+
+    with contextlib.suppress(RuntimeError, KeyboardInterrupt), CheckpointWriter() as writer:
+        writer.submit({}, write)
+        if by:
+            raise by
+    assert bool(written) == waits
+    left.set()
+
+
+def test_who_leaves_waits_for_no_other_try():
+    """Guards: a crash that was reported a minute late, as the disk was full."""
+    start, write = time.monotonic(), Mock(side_effect=UserError("full"))
+    with pytest.raises(RuntimeError), CheckpointWriter() as writer:
+        writer.submit({}, write)
+        raise RuntimeError
+    assert write.call_count == 1 and time.monotonic() - start < checkpoint_writer.RETRY_SECONDS / 2
+
+
+def test_a_bug_in_a_last_try_surfaces(monkeypatch):
+    """Guards: one that was tried again."""
+    monkeypatch.setattr(checkpoint_writer, "LAST_PAUSE", 0)
+    writer = CheckpointWriter()
+    writer.submit({}, Mock(side_effect=[UserError("full"), ZeroDivisionError]))
+    with pytest.raises(ZeroDivisionError):
+        writer.finish()
+
+
 def test_copies_are_apart_and_their_memory_is_used_again():
     host, tensor = HostBuffers(), torch.arange(6.0).reshape(2, 3).t()
-    tree = {"a": [tensor, (1, "x")], 0: {"b": torch.tensor(3)}}
+    tree = {"a": [tensor, (1, "x")], 0: {"b": torch.tensor(3)}, "c": (1, tensor)}
     first = host.copy_to_host(tree)
     tensor.zero_()
-    assert first["a"][0].tolist() == [[0, 3], [1, 4], [2, 5]] and first["a"][1] == (1, "x")
+    assert first["a"][0].tolist() == first["c"][1].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert first["a"][1] is tree["a"][1]
     second = host.copy_to_host(tree)
     assert second["a"][0].data_ptr() == first["a"][0].data_ptr() and second["a"][0].sum() == 0
     assert host.copy_to_host({"a": torch.ones(5, dtype=torch.int64)})["a"].tolist() == [1] * 5
