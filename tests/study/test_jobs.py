@@ -162,6 +162,29 @@ def test_the_end_of_the_time_lets_the_children_save(job, tmp_path):
     assert first.log.read_text() == "on\nsaved\n" and not (tmp_path / "second.log").exists()
 
 
+def test_a_child_that_does_not_end_is_killed(job, monkeypatch):
+    """Guards: a study that waits forever for a child that has hung."""
+    monkeypatch.setattr(jobs, "GRACE", 0.3)
+    deaf = job("deaf", "signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)")
+    start = time.monotonic()
+    with pytest.raises(Stopped):
+        run_jobs([deaf], [Slot("CPU")], start + 0.8, [].append)
+    assert 1.1 <= time.monotonic() - start < 30
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(deaf.last_line()), 0)
+
+
+def test_what_runs_is_reported_now_and_then(job, monkeypatch):
+    """By its status or, without one, the last line of its output."""
+    monkeypatch.setattr(jobs, "STATUS", 0.2)
+    every = [job("x", "print('step 3', flush=True); time.sleep(1)")]
+    every += [job("y", "time.sleep(1)", status=lambda: "at step 7")]
+    start, lines = time.monotonic(), []
+    assert run_jobs(every, [Slot("CPU"), Slot("CPU 2")], report=lines.append) == []
+    status = [line for line in lines if " · " in line]
+    assert status[-1] == "x step 3 · y at step 7" and len(status) <= (time.monotonic() - start) / 0.2
+
+
 def test_a_terminal_that_is_gone_leaves_no_child_behind(job):
     """Guards: children that trained on, as the line that they are stopped could not be printed."""
     lines: list[str] = []

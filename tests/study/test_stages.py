@@ -22,7 +22,7 @@ from lingpt.common.run_folder import read_metrics
 from lingpt.study import find_study, read_study, run_study, stages, with_rows
 from lingpt.study.jobs import Failure, Slot, Stopped
 from lingpt.study.runs import StudyRun, rate_runs, read_rate_search
-from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
+from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write, write_tiny
 
 
 @pytest.mark.slow
@@ -197,6 +197,15 @@ def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs,
     work.mqar()
     (((job,), (slot,)),) = asked[1:]
     assert slot.gpus == tuple(range(gpus)) and job.arguments[-2:] == ["--out", "runs/mqar"]
+
+
+def test_without_data_nothing_begins(here, monkeypatch, capsys):
+    """Guards: a failure of each run, hours later, in place of the one of the data."""
+    write_tiny(suites=[])
+    fail = lambda jobs, *_: here.extend(job.name for job in jobs) or [Failure("data", "no room")]  # noqa: E731
+    monkeypatch.setattr(stages, "run_jobs", fail)
+    assert main(COMMAND) == 2 and here == ["data"]
+    assert capsys.readouterr().err == "lingpt: the data cannot be prepared: no room\n"
 
 
 def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
