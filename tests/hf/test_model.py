@@ -13,6 +13,7 @@ import lingpt.hf
 from lingpt.common.errors import UserError
 from lingpt.hf.model import CACHE
 from lingpt.models import ALIASES, ATTENTIONS, GPT, ModelArgs, export_hf, generate, load_model
+from lingpt.models.attention.softmax import KVCache
 
 NOT_STOCK = [*(name for name in ATTENTIONS if name != "softmax"), "softmax+softmax_gate+softmax_conv"]
 FORMS = [
@@ -115,6 +116,29 @@ def test_generate_is_lingpts(model, exported, tokens):
 
 
 @torch.no_grad()
+def test_generate_goes_on_from_a_cache(exported, tokens):
+    """As in a chat: the same text as in one call, of the columns that the cache has not seen."""
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
+    whole = exported.generate(tokens[:, :9], max_new_tokens=16, **options).sequences
+    first = exported.generate(tokens[:, :9], max_new_tokens=7, **options)
+    cache, read = first.past_key_values, list[int]()
+    exported.transformer.wte.register_forward_hook(lambda *given: read.append(given[2].shape[1]))
+    rest = exported.generate(first.sequences, past_key_values=cache, max_new_tokens=9, **options)
+    assert torch.equal(rest.sequences, whole) and read == [1] * 9
+
+
+def test_a_caches_room_is_doubled():
+    """Guards: all keys and values copied for each token; a room that grows where it need not."""
+    cache, room = lingpt.hf.LinGPTCache([KVCache(torch.ones(1, 3, 9, 2), torch.ones(1, 3, 9, 2))]), []
+    for columns in (9, 10, 18, 19, 90):
+        cache.reserve(columns)
+        (layer,) = cache.layers
+        assert layer.k.shape == layer.v.shape and (layer.k.sum(), layer.v.sum()) == (54, 54)
+        room.append(list(layer.k.shape))
+    assert room == [[1, 3, columns, 2] for columns in (9, 18, 18, 36, 90)]
+
+
+@torch.no_grad()
 def test_padding_on_the_left_changes_nothing(model, exported, tokens):
     """Guards: padding tokens in the state of a linear attention, which moved the last logits by 0.16.
 
@@ -188,7 +212,10 @@ def test_a_step_of_training(exported, tokens):
     assert all(gradient.any() for gradient in gradients.values())
     exported.zero_grad()
     exported.train().gradient_checkpointing_enable()
+    computed = list[int]()
+    exported.transformer.h[0].register_forward_pre_hook(lambda *_: computed.append(1))
     exported(**left, labels=labels).loss.backward()
+    assert len(computed) == 2
     for name, p in exported.named_parameters():
         torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
