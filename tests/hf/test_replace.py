@@ -61,7 +61,7 @@ def test_it_is_lingpts_model_that_starts_from_the_same(stock, tokens, tmp_path):
     torch.testing.assert_close(replaced(tokens).logits, model(tokens), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("attention", "layers"), [("hybrid", None), ("ours-decay", [0, 3])])
+@pytest.mark.parametrize(("attention", "layers"), [("hybrid", None), ("ours-decay", [0, 3]), ("gla", [1])])
 def test_it_trains_saves_and_loads(stock, tokens, tmp_path, attention, layers):
     """The chosen layers only; loaded by the Auto classes to the bit, with its constants; and `generate`."""
     model = replace_attention(stock, attention, layers)
@@ -75,10 +75,11 @@ def test_it_trains_saves_and_loads(stock, tokens, tmp_path, attention, layers):
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.3
     model.eval().save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(again) is type(model) and torch.equal(again(tokens).logits, model(tokens).logits)
-    for before, after in zip(model.buffers(), again.buffers(), strict=True):
-        assert torch.equal(before, after)
+    informed, _ = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    for again in (informed, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert type(again) is type(model) and torch.equal(again(tokens).logits, model(tokens).logits)
+        for before, after in zip(model.buffers(), again.buffers(), strict=True):
+            assert torch.equal(before, after)
     ids = again.generate(tokens[:, :9], attention_mask=tokens[:, :9] > 0, max_new_tokens=8, do_sample=False)
     assert torch.equal(ids[:, -1], model(ids[:, :-1]).logits[:, -1].argmax(-1))
 
