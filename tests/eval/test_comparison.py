@@ -235,6 +235,20 @@ def test_the_paired_difference_by_position():
     assert document_differences(a, replace(b, positions=(groups[0], further))) is None
 
 
+def test_a_score_has_an_answer_and_a_value_for_each_document():
+    """Guards: pairs of different documents, in a difference between two runs."""
+    with pytest.raises(ValueError, match="8 answers to 9 questions"):
+        score(documents=9, correct={"acc": pack_bits([True] * 8)})
+    group = Positions(to=32, loss=4.0)
+    for groups, kept in (
+        ((), PerDocument(nats=(1.0, 2.0), bytes=(3,))),
+        ((group,), PerDocument(losses=((4.0,),))),
+        ((group, group), PerDocument(losses=((4.0, 5.0),))),
+    ):
+        with pytest.raises(ValueError, match="no number for each document"):
+            score(documents=2, positions=groups, per_document=kept)
+
+
 # ---------------------------------------------------------------------- with softmax
 
 
@@ -265,10 +279,12 @@ def test_of_several_softmax_runs_the_likest():
     assert softmax_of(gla, [other, mean, gla]) is mean
     longer = run("softmax", 1, [1, 0], tokens=40)
     assert softmax_of(gla, [longer, mean, gla]) is mean
-    named = run("softmax", 3, [1, 0], tokens=40, baseline=True)
+    named = run("softmax", 3, [1, 0], tokens=40, seq_len=64, baseline=True)
     assert softmax_of(gla, [mean, named, gla]) is named
     (note,) = comparison_notes([gla], [named, gla])
-    assert note.endswith("gla-seed1 (of another seed and number of tokens).")
+    assert note.endswith("gla-seed1 (of another seed and number of tokens and length).")
+    lone = run("gla", 5, [1, 1])  # its seed is none of the mean's
+    assert comparison_notes([lone], [mean, lone])[0].endswith("2 seeds: gla-seed5 (of another seed).")
 
 
 def test_the_notes_name_what_is_compared():
@@ -362,6 +378,12 @@ def test_a_benchmark_with_other_prompts(change, is_marked):
     assert less["ours"].endswith("†") == cut if "ours" in less else "prompts" in change
     assert any("† of the two runs one had its prompts cut" in note for note in tables["Paired"].notes) == cut
     assert "†" not in less["gla"] and (r"$\dagger$" in tables["Table"].latex()) == is_marked
+
+
+def test_a_difference_on_a_part_is_marked():
+    paired = table2_tables(three(replace(answered(BITS), complete=False)))[-1]
+    shown = [row[paired.head.index("PIQA")] for row in paired.rows]
+    assert len(shown) == 2 and all(cell.endswith("*") for cell in shown) and MARK_NOTES["*"] in paired.notes
 
 
 def test_rows_that_are_cut_alike_are_not_marked():

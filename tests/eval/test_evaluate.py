@@ -12,7 +12,7 @@ import torch
 from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import write_manifest
-from lingpt.eval import scores
+from lingpt.eval import scores, scoring
 from lingpt.eval.harness import parse_task
 from lingpt.eval.lm import LinGPTLM
 from lingpt.eval.runs import find_checkpoints
@@ -285,6 +285,23 @@ def test_mistakes(checkpoint, eval_data):
             evaluate(checkpoint, **{"tasks": ["piqa"], "data": eval_data, **QUIET} | options)
     assert parse_task("mmlu:5") == ("mmlu", 5) and parse_task("mmlu", 3) == ("mmlu", 3)
     assert find_device("cpu").type == "cpu"
+
+
+def test_cards_follow_the_first(monkeypatch):
+    """From the one that is named on; no more than are there. The CPU is repeated."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(scoring, "find_device", torch.device)
+    for name, count, expected in (("cuda", 2, [0, 1]), ("cuda:1", 3, [1, 2, 3])):
+        assert scoring.find_devices(name, count) == tuple(torch.device("cuda", i) for i in expected)
+    with pytest.raises(UserError, match="--devices 3 from cuda:2 on, but this machine has 4 GPUs"):
+        scoring.find_devices("cuda:2", 3)
+    assert scoring.find_devices("cpu", 2) == (torch.device("cpu"),) * 2
+
+
+def test_a_line_on_a_score():
+    """Shares in per cent, with their errors; the rest as it is; nothing of what is not known."""
+    metrics = {"acc": 0.251, "acc_stderr": 0.0088, "perplexity": 30.124, "word_perplexity": None}
+    assert scoring.summary(score(metrics=metrics)) == "acc 25.10 ± 0.88, perplexity 30.12"
 
 
 @pytest.mark.slow

@@ -438,7 +438,8 @@ def test_mistakes(eval_data, tmp_path, capsys):
         parse_texts(["a=x", "b=x", "a=y"])
     words = ["embedded", "a=b=c", "novels=novels"]
     assert parse_texts(words) == {"embedded": "embedded", "a": "b=c", "novels": "novels"}
-    assert benchmark_tasks(["commonsense"], (), None)[-1] == "social_iqa"
+    tasks = benchmark_tasks(["table2", "language", "commonsense"], ["mmlu:5"], None)
+    assert tasks[:2] == ["mmlu:5", "wikitext"] and tasks[-1] == "social_iqa"
     with pytest.raises(UserError, match="has no file for any of squad_contains"):
         benchmark_tasks(["retrieval"], (), eval_data)
     (tmp_path / "lambada_openai_test.jsonl").write_text("{}")
