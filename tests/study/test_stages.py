@@ -185,6 +185,7 @@ def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs,
     work.score()
     ((jobs, slots),) = asked
     assert [",".join(map(str, slot.gpus)) for slot in slots][: len(used)] == used and len(jobs) == len(used)
+    assert len({job.log for job in jobs}) == len({job.name for job in jobs}) == len(jobs)
     for job in jobs:
         at = job.arguments.index("--devices")
         assert job.arguments[at + 1] == str(len(slots[0].gpus))
@@ -365,6 +366,23 @@ def test_a_second_command_in_the_folder_is_refused(here, monkeypatch, capsys):
     assert main(second) == 0 and here == ["data", "softmax-seed0", "data", "mixed-seed0"]
     rows = json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"]
     assert [row["row"] for row in rows] == ["softmax", "mixed"]
+
+
+def test_a_folder_that_was_moved_meanwhile_gets_no_page(here, monkeypatch, capsys):
+    """What now has its name is another command's."""
+    write_tiny(suites=[])
+    folder = Path("runs/study-tiny")
+
+    def move(jobs, *_):
+        if not Path("moved").exists():
+            folder.rename("moved")
+            folder.mkdir()
+            (folder / ".lock").touch()
+        return []
+
+    monkeypatch.setattr(stages, "run_jobs", move)
+    assert main(COMMAND) == 2 and "runs/study-tiny was deleted or moved" in capsys.readouterr().err
+    assert os.listdir(folder) == [".lock"]
 
 
 def test_a_rate_that_diverged_is_a_result(here):
