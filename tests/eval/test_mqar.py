@@ -91,6 +91,16 @@ def test_a_small_model_learns_to_recall():
     assert found.curve == ((75, round(found.accuracy, 5)),)
 
 
+@pytest.mark.parametrize("curve", [((2, 0.1), (4, 0.2), (5, 0.3)), ((2, 0.1), (4, 1.0))])
+def test_the_last_step_is_scored_and_training_ends_where_all_is_recalled(monkeypatch, curve):
+    """Guards: the accuracy of an earlier step, as that of the trained model."""
+    found = iter(curve)
+    monkeypatch.setattr("lingpt.eval.recall.mqar.EVERY", 2)
+    monkeypatch.setattr("lingpt.eval.recall.mqar.accuracy", lambda *_: (next(found)[1], 0.1))
+    result = train_trial(Trial("ours", 32, 2, 1e-3, **TINY | {"steps": 5}))
+    assert result.curve == curve and (result.trained_steps, result.accuracy) == curve[-1]
+
+
 def test_the_rate_rises_and_falls():
     factors = [rate_factor(step, 100) for step in range(100)]
     assert factors[0] == 0.1 and max(factors) == factors[9] == 1.0 and factors[-1] < 0.001

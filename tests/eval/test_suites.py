@@ -376,6 +376,7 @@ def test_a_needle_is_found_by_a_model_that_reads(lm, monkeypatch):
     assert all(900 < len(text) + len(answer) <= 1024 for text, answer in pairs)
 
     def reads(pairs):
+        assert pairs == [make_needle(wide, i / 9, seed=i) for i in range(10)]
         return [(0.0, i % 2 == 0) for i, _ in enumerate(pairs)]
 
     monkeypatch.setattr(wide, "score", reads)
@@ -383,7 +384,7 @@ def test_a_needle_is_found_by_a_model_that_reads(lm, monkeypatch):
     assert found.metrics == {"exact": 0.5, "exact_stderr": pytest.approx((0.25 / 9) ** 0.5)}
     one = {"needle (1,024 tokens)": replace(found, max_length=1024)}
     (table,) = suite_tables([result("a", scores=one)], ["needle"])
-    assert table.head[4:] == ["1,024 tokens"] and table.rows[0][4].startswith("50.00 ± ")
+    assert table.head[4:] == ["1,024 tokens"] and table.rows[0][4] == "50.00 ± 16.67"
 
 
 def test_needles_are_in_texts_up_to_the_longest(tmp_path, tokenizer):
