@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import replace
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import write_manifest
 from lingpt.eval import scores, scoring
-from lingpt.eval.harness import parse_task
+from lingpt.eval.harness import parse_task, prompt_hash
 from lingpt.eval.lm import LinGPTLM
 from lingpt.eval.runs import find_checkpoints
 from lingpt.eval.scores import About, read_results, results_path, unpack_bits
+from lingpt.eval.texts import prompts_hash
 
 from .conftest import evaluate, score, tiny_model, write_checkpoint, write_run
 
@@ -285,6 +287,19 @@ def test_mistakes(checkpoint, eval_data):
             evaluate(checkpoint, **{"tasks": ["piqa"], "data": eval_data, **QUIET} | options)
     assert parse_task("mmlu:5") == ("mmlu", 5) and parse_task("mmlu", 3) == ("mmlu", 3)
     assert find_device("cpu").type == "cpu"
+
+
+def test_the_prompts_of_other_questions_have_another_hash():
+    """Guards: the difference between two runs, paired over different questions."""
+
+    def hashed(*requests):
+        instances = [SimpleNamespace(request_type=kind, args=args) for kind, *args in requests]
+        return prompt_hash({"piqa": SimpleNamespace(instances=instances)})
+
+    a, b, generated = (("loglikelihood", "Q", "a"), ("loglikelihood", "Q", "b"), ("generate_until", "Q", "a"))
+    assert len({hashed(*each) for each in ((a, b), (a, b), (b, a), (a,), (a, a), (generated, b))}) == 5
+    pairs = [([1], [2])], [([1], [2])], [([1], [3])], [([2], [2])], [([1], [2])] * 2
+    assert len({*map(prompts_hash, pairs)}) == 4
 
 
 def test_cards_follow_the_first(monkeypatch):

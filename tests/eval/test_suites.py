@@ -16,6 +16,7 @@ import lingpt.models
 from lingpt.common.errors import UserError, check_known
 from lingpt.common.files import file_sha256
 from lingpt.data import Tokenizer
+from lingpt.data.embedded import embedded_corpus
 from lingpt.eval import scoring
 from lingpt.eval.comparison import mean_scores, ratio
 from lingpt.eval.figures import caption, draw_positions
@@ -500,6 +501,13 @@ def test_a_document_without_tokens_has_no_bits(lm):
     assert (
         bits_per_byte(lm, texts).metrics == bits_per_byte(lm, Texts("x", texts.documents[1::2], {})).metrics
     )
+
+
+def test_the_embedded_text_is_the_half_that_is_held_out():
+    """Guards: scores on text that the model of a first run was trained on."""
+    found, corpus = read_texts("code", "embedded"), embedded_corpus()
+    assert found.documents == tuple(document.text for document in corpus.val.read())
+    assert found.data == {"from": "embedded", "hash": corpus.content_hash}
 
 
 def test_no_file_is_lost_in_the_fingerprint(tmp_path):
