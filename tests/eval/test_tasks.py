@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from lingpt.common.errors import UserError
 from lingpt.eval.suites import COMMONSENSE, RETRIEVAL
 from lingpt.eval.tasks.benchmark import covered, load_tasks, local_tasks
-from lingpt.eval.tasks.sources import official_questions, sources
+from lingpt.eval.tasks.sources import official_questions, read_split, sources
 
 STOCK = Path(lm_eval.tasks.__file__).parent
 CASES = [("arc_easy", 0), ("arc_easy", 5), ("arc_challenge", 3), ("piqa", 0), ("mmlu", 5)]
@@ -365,3 +365,12 @@ def test_files_are_named_by_their_tasks(tmp_path):
     found = {task: official_questions(task) for task in local_tasks(tmp_path)}
     assert {task for task, number in found.items() if number} >= {c.task for c in COMMONSENSE + RETRIEVAL}
     assert (found["mmlu"], found["piqa"], official_questions("x")) == (14042, 1838, None)
+
+
+def test_a_file_or_a_subject_that_is_missing_is_named(tmp_path, eval_data):
+    """With what to do about it."""
+    line = rf"{tmp_path} has no piqa_valid.jsonl \(the validation split\): put it there, or leave out --data"
+    with pytest.raises(UserError, match=line):
+        read_split(tmp_path, sources()["baber/piqa"], "validation", None)
+    with pytest.raises(UserError, match=r"mmlu_test.jsonl has no row whose subject is 'alchemy'"):
+        read_split(eval_data, sources()["cais/mmlu"], "test", "alchemy")
