@@ -67,8 +67,7 @@ def run_study(
         if Path(publish).resolve() == folder.resolve():
             raise UserError(f"--publish {publish} is the study's own folder: give another one for the copy")
     slots = find_slots(devices, study.devices_per_run, study.runs_per_device)
-    started = with_started_runs(study, folder)
-    work = _Stages(study if dry_run else started, study, folder, slots)
+    work = _Stages(with_started_runs(study, folder), study, folder, slots)
     work.check(stages, dry_run)
     if dry_run:
         print(work.plan(stages, dry_run))

@@ -278,6 +278,7 @@ def test_what_waits_for_a_rate(here, monkeypatch):
     assert main(runs) == 0
     both = ["softmax-seed0", "mixed-seed0"]
     assert asked == [both, [], ["softmax-seed0"], both[::-1]]  # rows that have begun come first
+    assert not Path("runs/study-tiny/README.md").exists()  # which the stage `page` writes
 
 
 def test_minutes_that_are_over_and_a_signal_end_it(here, monkeypatch, capsys):
@@ -342,6 +343,20 @@ def test_fewer_rows_and_seeds_leave_the_others_in_the_study(here):
     assert (list(kept["attentions"]), kept["seeds"]) == (["softmax", "gla"], 2)
     rows = json.loads((folder / "summary.json").read_text())["rows"]
     assert [(row["row"], row["seeds"]) for row in rows] == [("softmax", [0]), ("gla", [0, 1])]
+
+
+def test_a_row_of_the_folder_whose_options_are_gone_is_refused_first(here, capsys):
+    """Guards: what the page found, after all training; and a dry run that said nothing of it."""
+    write_tiny(suites=[], attentions=["softmax", "gla"])
+    fake_run("gla-seed0")
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    path = Path("runs/study-tiny/study.json")
+    study = json.loads(path.read_text())
+    study["attentions"]["gla"] = {"model.gone": 1}
+    path.write_text(json.dumps(study))
+    for dry_run in ("true", "false"):
+        assert main([*COMMAND, "--attentions", "softmax", "--dry_run", dry_run]) == 2 and not here
+        assert re.match("lingpt: gla: .*model.gone", capsys.readouterr().err)
 
 
 def test_a_second_command_in_the_folder_is_refused(here, monkeypatch, capsys):
