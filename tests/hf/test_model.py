@@ -322,6 +322,7 @@ def test_mistakes_are_one_line(tmp_path, tokens):
         ({}, "give input_ids or inputs_embeds"),
         ({"input_ids": tokens.repeat(1, 2)}, "140 tokens, but the model's block size is 96"),
         ({"input_ids": tokens, "past_key_values": object()}, "holds no states"),
+        ({"input_ids": tokens, "cache": object()}, "holds no states"),
         ({"input_ids": tokens[:1], "past_key_values": cache}, "a cache of 4 layers and 2 rows for 4 and 1"),
         ({"input_ids": tokens, "past_key_values": few}, "a cache of 3 layers and 2 rows for 4 and 2"),
         ({"input_ids": tokens, "position_ids": twice, "use_cache": True}, "packed sequences keep no cache"),
