@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lingpt.common.devices import available_cores
 from lingpt.models.attention import Attention
@@ -68,7 +67,9 @@ def _draw(parameter: nn.Parameter, std: float, seed: int, name: str) -> None:
 
 def set_weight(weight: torch.Tensor, value: torch.Tensor) -> None:
     """Overwrites a weight with `value`; if it is sharded, the part that this process has."""
-    if isinstance(weight, DTensor):
+    if hasattr(weight, "placements"):  # a DTensor, which takes a second to import
+        from torch.distributed.tensor import distribute_tensor
+
         value = value.to(weight.device).expand(weight.shape)
         # No communication: each process takes its part of its own copy.
         value = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None).to_local()

@@ -1,25 +1,28 @@
 """Model folders in shards: every process writes its own part, and any number of processes can read them.
 
 Uses torch.distributed.checkpoint (DCP) with safetensors files, which contain no code; `shards.json` names the
-files. Besides the weights a checkpoint has other tensors there, whose names have a prefix.
+files. Besides the weights a checkpoint has other tensors there, whose names have a prefix. DCP is imported
+where it is needed, as that takes a second.
 """
+
+from __future__ import annotations
 
 import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_json
 from lingpt.common.run_folder import MODEL_CONFIG
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 SHARDS = "shards.json"
 OPTIMIZER = "optimizer."  # the prefix of the tensors that are not weights
@@ -30,6 +33,8 @@ def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.
 
     A tensor that is on every rank is written once. Raises CheckpointException on all ranks if one fails.
     """
+    import torch.distributed.checkpoint as dcp
+
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     dcp.save(dict(tensors), storage_writer=writer, process_group=group)
 
@@ -51,6 +56,9 @@ def read_shards(folder: Path, into: dict[str, torch.Tensor]) -> None:
 
     Raises UserError if a shard is missing or damaged, or a tensor is not in them.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
     found = _described(folder)
     try:
         for name, tensor in into.items():
@@ -100,6 +108,9 @@ def _weights(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 def _described(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of every tensor in the shards, by name. UserError if a shard is missing."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     for name in _index(folder)["files"]:
         if not (folder / name).is_file():
             raise UserError(f"the shard {folder / name} is missing: restore it, or use another checkpoint")
