@@ -67,9 +67,10 @@ def _draw(parameter: nn.Parameter, std: float, seed: int, name: str) -> None:
 
 def set_weight(weight: torch.Tensor, value: torch.Tensor) -> None:
     """Overwrites a weight with `value`; if it is sharded, the part that this process has."""
-    if hasattr(weight, "placements"):  # a DTensor, which takes a second to import
-        from torch.distributed.tensor import distribute_tensor
+    if hasattr(weight, "placements"):
+        from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second
 
+        assert isinstance(weight, DTensor)
         value = value.to(weight.device).expand(weight.shape)
         # No communication: each process takes its part of its own copy.
         value = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
