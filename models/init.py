@@ -67,8 +67,8 @@ def _draw(parameter: nn.Parameter, std: float, seed: int, name: str) -> None:
 
 def set_weight(weight: torch.Tensor, value: torch.Tensor) -> None:
     """Overwrites a weight with `value`; if it is sharded, the part that this process has."""
-    if hasattr(weight, "placements"):
-        from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second
+    if hasattr(weight, "placements"):  # a DTensor, whose import takes a second
+        from torch.distributed.tensor import DTensor, distribute_tensor
 
         assert isinstance(weight, DTensor)
         value = value.to(weight.device).expand(weight.shape)
