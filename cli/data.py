@@ -24,14 +24,15 @@ SAMPLE_TOKENS, SAMPLE_LINES, SAMPLE_WIDTH = 200, 6, 100
 class Options(Recipe):
     """Prepare a corpus: tokenise it into the cache, and show what is in it."""
 
-    stats: Annotated[
-        bool,
-        Option(f"also read the text for its duplicates, and draw the lengths of its documents in {PICTURE}"),
-    ] = False
+    # fmt: off
+    stats: Annotated[bool, Option(
+        f"also read the text for its duplicates, and draw the lengths of its documents in {PICTURE}")] = False
+    out: Annotated[str, Option(f"folder of {PICTURE}")] = "runs"
+    # fmt: on
 
 
 def parse(words: Sequence[str]) -> Options:
-    about, shown = Options.__doc__ or "", ("data.", "stats")
+    about, shown = Options.__doc__ or "", ("data.", "stats", "out")
     return cast(Options, parse_recipe(words, "data", about, shown, Options))
 
 
@@ -42,8 +43,8 @@ def run(options: Options) -> None:
     dataset = prepare(config, padded_vocab_size=config_of(options).padded_vocab_size)
     print(report(dataset, time.perf_counter() - start))
     for number, part in enumerate(dataset.parts if options.stats else (), start=1):
-        out = Path(PICTURE if len(dataset.parts) == 1 else f"lengths-{number}.png")
-        print("\n" + statistics(part, dataset.tokenizer, out))
+        name = PICTURE if len(dataset.parts) == 1 else f"lengths-{number}.png"
+        print("\n" + statistics(part, dataset.tokenizer, Path(options.out) / name))
 
 
 def statistics(part: Part, tokenizer: Tokenizer, out: Path) -> str:

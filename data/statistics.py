@@ -34,15 +34,13 @@ class Statistics:
 
     def histogram(self) -> tuple[np.ndarray, np.ndarray]:
         """Documents in each of `BINS` ranges of length, equally wide in the logarithm, and their borders."""
-        most = max(2, int(self.lengths.max(initial=2)))
-        return np.histogram(self.lengths, np.geomspace(1, most + 1, BINS + 1))
+        return np.histogram(self.lengths, np.geomspace(self.lengths.min(), self.lengths.max() + 1, BINS + 1))
 
     def bars(self) -> list[str]:
         """The histogram for a terminal: a line for each factor of two."""
-        powers = np.floor(np.log2(np.maximum(self.lengths, 1))).astype(int)
+        powers = np.floor(np.log2(self.lengths)).astype(int)
         counts = np.bincount(powers)
-        first = int(powers.min(initial=0))
-        scale = 40 / counts.max(initial=1)
+        first, scale = int(powers.min()), 40 / counts.max()
         return [
             f"  {2**power:>9,} … {2 ** (power + 1) - 1:<9,} {'█' * round(count * scale):<40} {count:,}"
             for power, count in enumerate(counts.tolist()[first:], first)

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lingpt.cli.data import parse
 from lingpt.cli.main import main
+from lingpt.data.statistics import Statistics
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +90,25 @@ def test_statistics_and_dedup(
     assert "…" in out.split("tokens a document:")[1] and sum(
         int(line.rsplit(maxsplit=1)[-1]) for line in out.split("document:\n")[1].splitlines() if "…" in line
     ) == len(lengths)
-    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "lengths.png").unlink()
+    picture = tmp_path / "runs/lengths.png"
+    assert picture.read_bytes().startswith(b"\x89PNG") and out.endswith("\npicture runs/lengths.png\n")
+    picture.unlink()
     assert main([*words, "--data.dedup", "true"]) == 0
     out = capsys.readouterr().out
     assert "train        40 documents" in out and "val          1 documents" in out
-    assert "dropped      19 copies" in out and not (tmp_path / "lengths.png").exists()
+    assert "dropped      19 copies" in out and not picture.exists()
     two = f"{source}*0.5,{write_jsonl(texts(60, seed=2), 'b.jsonl')}*0.5"
     words = ["data", "--data.source", two, "--data.tokenizer", tokenizer_path, "--data.seq_len", "32"]
-    assert main([*words, "--stats"]) == 0
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["lengths-1.png", "lengths-2.png"]
+    assert main([*words, "--stats", "--out", "pictures"]) == 0
+    assert sorted(map(str, Path().rglob("*.png"))) == ["pictures/lengths-1.png", "pictures/lengths-2.png"]
+    assert main([*words, "--stats", "--out", source]) == 2
+    assert f"\nlingpt: cannot write to {source}/lengths-1.png (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lengths", [[1], [7], [1, 2], [300, 500, 900]])
+def test_the_histogram_begins_with_the_shortest_document(lengths: list[int]):
+    """Guards: an axis from one token, of documents that all have hundreds."""
+    found = Statistics(np.array(lengths))
+    counts, borders = found.histogram()
+    assert counts.sum() == len(lengths) and (borders[0], borders[-1]) == (lengths[0], lengths[-1] + 1)
+    assert not found.bars()[0].endswith(" 0")
