@@ -114,7 +114,7 @@ def check_machine(machine: Machine, gpt: GPT, recipe: Recipe) -> None:
     raise UserError(
         f"{recipe.model.name} needs a GPU: this machine has none, and on its {available_cores()} cores the "
         f"run would need {reason}; it needs one with {math.ceil(on_gpu / 1e9)} GB or more ({such}); "
-        "a dry run (DRY=1) shows the plan, and the recipe `demo` trains here"
+        "a dry run (--train.dry_run true, or make's DRY=1) shows the plan, and the recipe `demo` trains here"
     )
 
 

@@ -1,4 +1,4 @@
-"""`DRY=1`: describes a run before anything is built, downloaded or allocated."""
+"""`--train.dry_run true`: describes a run before anything is built, downloaded or allocated."""
 
 from typing import NamedTuple
 
