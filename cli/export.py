@@ -51,16 +51,17 @@ def run(options: Options) -> None:
 
 
 def model_card(model: "GPT", source: Path) -> str:
-    """The README.md of an exported model, with the recipe, data, and scores of its run if it has one."""
+    """The README.md of an exported model; with the data, recipe and scores of its run, if it has one."""
     import json
-    import re
 
     import yaml
 
     from lingpt.common.files import read_json_object
     from lingpt.common.install import installed_version
+    from lingpt.common.options import flatten
     from lingpt.common.run_folder import CONFIG, read_config, read_environment, read_manifest, scores_file
     from lingpt.models import attention_form
+    from lingpt.train import Recipe
 
     config = model.config
     form = attention_form(config.attention, config.to_dict())
@@ -71,6 +72,7 @@ def model_card(model: "GPT", source: Path) -> str:
         f"{model.num_parameters():,} parameters, {config.n_layer} layers, sequences of up to "
         f"{config.block_size:,} tokens. Trained with LinGPT {version}, PyTorch {installed_version('torch')}.",
         f"```python\n{load}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'folder = "."  # of this file\n'
         "model = AutoModelForCausalLM.from_pretrained(folder)\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n```",
     ]
@@ -78,10 +80,12 @@ def model_card(model: "GPT", source: Path) -> str:
     if manifest is not None and (run / CONFIG).is_file():
         step = manifest.get("step", 0)
         data = read_environment(run, "data")
-        recipe = re.sub(r"(?m)^ +\w+: null\n", "", yaml.safe_dump(read_config(run), sort_keys=False))
+        defaults = flatten(Recipe, Recipe().to_dict())
+        given = {key: x for key, x in flatten(Recipe, read_config(run)).items() if x != defaults.get(key)}
+        recipe = yaml.safe_dump(given, sort_keys=False)
         lines += [
             f"Step {step:,} of a run on {data.get('source', 'unknown text')}, {manifest.get('tokens', 0):,} "
-            f"tokens. Its recipe:\n\n```yaml\n{recipe}```"
+            f"tokens. Its options, but for defaults:\n\n```yaml\n{recipe}```"
         ]
         if (scores := scores_file(run, step)).is_file():
             found = json.dumps(read_json_object(scores).get("scores"), indent=1)

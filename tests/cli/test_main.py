@@ -1,5 +1,6 @@
 """The command line: help without PyTorch, and every mistake answered with one line and an exit code."""
 
+import contextlib
 import errno
 import gc
 import io
@@ -22,6 +23,8 @@ from lingpt.cli.main import main
 from lingpt.common.files import write_json
 from lingpt.common.install import install_command
 from lingpt.common.run_folder import read_metrics, scores_file
+from lingpt.train.config import recipe_from_dict
+from lingpt.train.recipe import parse_recipe
 
 
 @pytest.fixture
@@ -111,8 +114,13 @@ def test_trains_draws_and_goes_on(project, capsys):
     card = Path("hf/README.md").read_text()
     capsys.readouterr()
     assert "Step 4 of a run on corpus.jsonl, 1,024 tokens. " in card and '"acc": 0.5' in card
-    assert "import lingpt.hf" in card and "attention: ours" in card
-    assert ": null" not in card
+    example, options = re.findall(r"```(?:python|yaml)\n(.*?)```", card, re.S)
+    assert example.startswith("import lingpt.hf\n")
+    with contextlib.chdir("hf"):
+        exec(example, {})
+    Path("card.yaml").write_text(options)
+    assert parse_recipe(["--config", "card.yaml"]) == recipe_from_dict(resolved) and "null" not in options
+    assert "max_steps: 4" in options and "beta2" not in options
     Path("empty.txt").touch()  # with which it asked for a --document
     assert "empty.txt is empty" in complaint(
         capsys, "generate", str(run), "--document", "empty.txt", "--state", "new"
