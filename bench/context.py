@@ -17,6 +17,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,6 @@ from lingpt.bench.processes import Processes
 from lingpt.bench.results import BenchResults, Session, Skipped
 from lingpt.bench.trace import draw_trace, read_trace
 from lingpt.common.run_folder import PROFILE, read_metrics
-from lingpt.models import ModelArgs
 from lingpt.train.config import TrainConfig
 from lingpt.train.console import print_rank0
 from lingpt.train.planning.machine import choose_machine
@@ -82,23 +82,22 @@ def bench_context(
     save_to: Path,
 ) -> Results:
     """Measures all rows, none after `budget` seconds, and saves after each; `options`: more of `lingpt
-    train`'s, for every row. UserError for an unknown model or attention, or without so many devices."""
-    for attention in attentions:
-        ModelArgs(name=model, attention=attention).config()
+    train`'s, for every row. UserError without so many devices, and for what one refuses to train: an unknown
+    attention, a model that needs a GPU."""
     machine = choose_machine(TrainConfig(accelerator=accelerator, devices=devices, num_nodes=1))
     out = save_to.parent
+    text = out / "validation.txt"  # as long as the longest row, which the embedded validation text is not
+    everywhere = ["--data.val_source", str(text), "--train.accelerator", accelerator, *options.split()]
+    rows = list(rows_of(model, attentions, seq_lens, base_len, check_len, devices))
+    for row in rows:
+        if row.kind == "one":  # which fits if any does
+            check_recipe(parse_recipe(_words(replace(row, steps=1), everywhere, out)))
     out.mkdir(parents=True, exist_ok=True)
     precision = "bf16-mixed" if machine.accelerator == "cuda" else "32-true"
     results = Results.begin(torch.device(machine.accelerator), precision, save_to, append)
-    text = out / "validation.txt"  # as long as the longest row, which the embedded validation text is not
     text.write_text("A line of text.\n" * (max(*seq_lens, base_len, check_len) // 16 + 1))
-    everywhere = ["--data.val_source", str(text), "--train.accelerator", accelerator, *options.split()]
     session = Session(results, torch.device("cpu"), budget, save_to)  # which holds no memory of a GPU
-    rows = [
-        row
-        for row in rows_of(model, attentions, seq_lens, base_len, check_len, devices)
-        if not results.is_done(*row.cell)
-    ]
+    rows = [row for row in rows if not results.is_done(*row.cell)]
     with contextlib.ExitStack() as stack:
 
         def start(row: Row) -> Processes:

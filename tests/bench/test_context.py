@@ -165,9 +165,13 @@ def test_an_unknown_name_is_one_line(tmp_path: Path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_without_a_gpu_it_is_one_line(tmp_path: Path, capsys):
-    """Guards: minutes of rows that are all refused, as the default model does not fit a CPU."""
-    assert main(["bench", "context", "--out", str(tmp_path)]) == 2
-    assert "PyTorch finds no CUDA device: use cpu" in capsys.readouterr().err
+    """Guards: rows that are all refused, as the default model does not fit a CPU."""
+    for words, said in (
+        ([], "PyTorch finds no CUDA device: use cpu"),
+        (["--accelerator", "auto"], "pythia-1.4b needs a GPU"),
+    ):
+        assert main(["bench", "context", "--out", str(tmp_path), *words]) == 2
+        assert said in (err := capsys.readouterr().err) and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
