@@ -71,7 +71,11 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
     t, data, world_size = recipe.train, recipe.data, machine.world_size
     tokens = recipe.total_steps * recipe.tokens_per_step
     need = memory_here(machine, gpt, recipe, precision)
-    parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in need.items() if name != "total")
+    parts = ", ".join(
+        f"{name} {scaled(size, 'B')}" for name, size in need.items() if size and name != "total"
+    )
+    if not need["gradients"]:
+        parts += "; gradients take the place of activations"
     weight = 2 if precision == "bf16-true" else 4  # bytes
     checkpoint, most = checkpoint_bytes(gpt, recipe)
     saved = "nothing is saved"

@@ -186,6 +186,16 @@ def test_gradients_that_stay_are_counted(options):
         assert memory_needed(gpt, recipe, "bf16-mixed")["gradients"] == 4 * gpt.num_parameters()
 
 
+def test_a_plan_says_where_the_gradients_are():
+    """Guards: `gradients 0 B`, of one micro-batch a step: they are allocated as it frees the rest."""
+    machine, recipe = a_run(80e9, 24)
+    recipe.model.name = "pythia-160m"
+    gpt = GPT.on_meta(recipe.model.config())
+    for recipe.train.micro_batch_size, said in ((24, "; gradients take the place of "), (12, "gradients 6")):
+        (line,) = re.findall("^memory .*", format_plan(recipe, machine, gpt), re.M)
+        assert said in line and " 0 B" not in line
+
+
 def test_a_teachers_weights_are_counted():
     """Guards: the memory of a linearised model as if it learnt alone, 5.7 GB less for pythia-1.4b."""
     _, recipe = a_run(80e9, 1)
