@@ -127,9 +127,9 @@ def caption(curves: Sequence[Curve]) -> str:
     if batch := join_distinct(_batch(c) for c in curves):
         data.append(f"{batch} tokens a step")
     hardware = join_distinct(_machine(c) for c in curves)
-    if differ := different_texts(curves):
-        marks.insert(0, differ)
     text = "; ".join(marks) + "."
+    if differ := different_texts(curves):
+        text = f"{differ}.\n{text}"
     about = "; ".join(filter(None, [*data, hardware]))
     return f"{text}\n{about}." if about else text
 

@@ -154,7 +154,7 @@ def test_runs_of_different_validation_texts_are_marked(tmp_path, capsys):
     assert [set(row["runs"]) for row in rows] == [{"a", "b"}] * len(rows), "times to losses of other texts"
     line = "not comparable, as the validation texts differ: a, b | c | d"
     assert capsys.readouterr().err == f"{line}\n"
-    assert caption([read_curve(run) for run in runs]).startswith(f"{line};")
+    assert caption([read_curve(run) for run in runs]).startswith(f"{line}.\nLines: ")
     rows = draw_curves(runs[1:3], tmp_path / "out.png")
     assert rows and [set(row["runs"]) for row in rows] == [{"b"}] * len(rows), "the name in the figure"
 
