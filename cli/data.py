@@ -9,6 +9,7 @@ from typing import Annotated, cast
 from lingpt.common.options import Option
 from lingpt.data import Dataset, Tokenizer, prepare
 from lingpt.data.dataset import Part
+from lingpt.data.packing import PackedDocuments
 from lingpt.data.statistics import measure
 from lingpt.plots.lengths_figure import draw_lengths
 from lingpt.train import Recipe
@@ -63,15 +64,17 @@ def report(dataset: Dataset, seconds: float) -> str:
     """A summary of the prepared data for the terminal."""
     about = dataset.describe()
     empty, dropped = sum(about.get("empty_documents", {}).values()), about.get("dropped_duplicates")
+    packed = [part.train for part in dataset.parts if isinstance(part.train, PackedDocuments)]
+    full = f", {', '.join(f'{blocks.filled:.1%}' for blocks in packed)} full" if packed else ""
     rows = [
         ("source", about["source"]),
         ("tokenizer", f"{about['tokenizer']}, {about['vocab_size']:,} tokens"),
         *((name, COUNTS.format(**about[name])) for name in ("train", "val")),
         *([("left out", f"{empty:,} empty documents")] if empty else []),
-        *([("dropped", f"{dropped:,} copies")] if dropped else []),
+        *([("dropped", f"{dropped:,} copies")] if dropped is not None else []),
         *(("not read", part.corpus.left_out) for part in dataset.parts if part.corpus.left_out),
         ("split", about["split"]),
-        ("blocks", f"of {about['seq_len']:,} tokens and the next one"),
+        ("blocks", f"of {about['seq_len']:,} tokens and the next one{full}"),
         ("bytes/token", f"{dataset.bytes_per_token:.2f} (validation)"),
         ("fingerprint", about["fingerprint"]),
         ("cache", about["cache"]),

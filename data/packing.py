@@ -77,6 +77,11 @@ class PackedDocuments(PackedDataset):
     def __len__(self) -> int:
         return len(self._targets)
 
+    @property
+    def filled(self) -> float:
+        """The share of all sequences that is not left empty."""
+        return self._lengths.sum() / (len(self) * self.seq_len)
+
     def __getitem__(self, index: int) -> torch.Tensor:
         """The tokens of sequence `index`: int64 `[seq_len]`."""
         if not 0 <= index < len(self):

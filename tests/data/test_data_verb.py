@@ -1,5 +1,6 @@
 """`lingpt data`, as a user types it."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -97,12 +98,17 @@ def test_statistics_and_dedup(
     out = capsys.readouterr().out
     assert "train        40 documents" in out and "val          1 documents" in out
     assert "dropped      19 copies" in out and not picture.exists()
-    two = f"{source}*0.5,{write_jsonl(texts(60, seed=2), 'b.jsonl')}*0.5"
+    other = str(write_jsonl(texts(60, seed=2), "b.jsonl"))
+    two = f"{source}*0.5,{other}*0.5"
     words = ["data", "--data.source", two, "--data.tokenizer", tokenizer_path, "--data.seq_len", "32"]
+    assert main([*words, "--data.source", other, "--data.dedup", "true"]) == 0
+    assert "dropped      0 copies" in capsys.readouterr().out
+    assert main([*words, "--data.packing", "documents"]) == 0
+    assert re.search(r"^blocks       .* next one, \d+\.\d%, \d+\.\d% full$", capsys.readouterr().out, re.M)
     assert main([*words, "--stats", "--out", "pictures"]) == 0
     assert sorted(map(str, Path().rglob("*.png"))) == ["pictures/lengths-1.png", "pictures/lengths-2.png"]
     assert main([*words, "--stats", "--out", source]) == 2
-    assert f"\nlingpt: cannot write to {source}/lengths-1.png (" in capsys.readouterr().err
+    assert f"lingpt: cannot write to {source}/lengths-1.png (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [1, 2], [300, 500, 900]])

@@ -62,7 +62,7 @@ def test_documents_are_whole_and_apart(config, monkeypatch):
     assert len({size for _, size in sizes}) == len({B for B, _ in sizes}), "a size that is not B's alone"
     assert train.num_targets(range(len(train))) == sum(len(document) - 1 for document in documents)
     empty = 128 * len(train) - train.num_targets(range(len(train)))
-    assert empty < 0.03 * 128 * len(train)
+    assert empty < 0.03 * 128 * len(train) and train.filled == pytest.approx(1 - empty / 128 / len(train))
     assert pickle.loads(pickle.dumps(train)).gather([1]).idx.equal(train.gather([1]).idx)
     assert train[1].equal(train.gather([1]).idx[0])
     with pytest.raises(IndexError):
