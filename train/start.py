@@ -23,7 +23,13 @@ from lingpt.train.planning.memory_fit import check_machine, fits_here, out_of_me
 from lingpt.train.planning.plan import format_plan
 from lingpt.train.runs import checkpoint
 from lingpt.train.runs.environment import record_start
-from lingpt.train.runs.resume import check_init_from, check_resume, give_back_name, resume_or_create
+from lingpt.train.runs.resume import (
+    check_init_from,
+    check_resume,
+    give_back_name,
+    other_run_message,
+    resume_or_create,
+)
 from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.signals import stop_signals
 
@@ -91,7 +97,8 @@ def _check_segments(recipe: Recipe, config: Config) -> None:
 def _train(recipe: Recipe) -> Path:
     gpt, machine, why = check_recipe(recipe)
     if recipe.train.dry_run:
-        print_rank0("\n".join([format_plan(recipe, machine, gpt), *([why] if why else [])]))
+        lines = format_plan(recipe, machine, gpt), why, other_run_message(recipe)
+        print_rank0("\n".join(filter(None, lines)))
         return recipe.run_folder
     if why:
         print_rank0(why)

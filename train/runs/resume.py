@@ -79,6 +79,18 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[P
     return checkpoint, init_from
 
 
+def other_run_message(recipe: Recipe) -> str | None:
+    """The message on a run in the recipe's folder that has another config, with which training refuses to
+    resume it; None if there is none. The data are not compared."""
+    folder = recipe.run_folder
+    try:
+        if recipe.train.resume != "never" and has_begun(folder) and (config := _recorded_config(folder)):
+            _check_same(recipe, config, f"{folder} holds a run with another config", MAY_CHANGE | DATA_PATHS)
+    except UserError as error:
+        return str(error)
+    return None
+
+
 # What changes with an option that may change in a run that resumes.
 CHANGES = {
     "train.context_parallel": "the losses stay the same up to rounding",

@@ -271,6 +271,17 @@ def test_data_may_move_before_the_first_checkpoint(make_recipe, corpus, tmp_path
     assert names(train(recipe))[-1] == "step-00000006"
 
 
+def test_a_dry_run_names_the_run_that_training_refuses(make_recipe, capsys):
+    """Guards: a plan, and then a refusal. It changes nothing; what may change is not named."""
+    folder = train(make_recipe(max_steps=2))
+    before = sorted(folder.rglob("*"))
+    said = f"{folder} holds a run with another config (train.seed: 0 → 1): choose another --train.name"
+    for options, refused in (({"seed": 1}, True), ({"seed": 1, "resume": "never"}, False), ({}, False)):
+        train(make_recipe(max_steps=4, dry_run=True, **options))
+        assert (f"\n{said}" in (out := capsys.readouterr().out)) == refused == ("holds a run" in out)
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_weights_to_start_from_are_not_taken_for_those_of_a_run_that_goes_on(make_recipe):
     """Guards: `--train.init_from other` trained on the run's own weights, and its record said `other`."""
     other = train(make_recipe(name="other"))
