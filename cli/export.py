@@ -85,7 +85,7 @@ def model_card(model: "GPT", source: Path) -> str:
         recipe = yaml.safe_dump(given, sort_keys=False)
         lines += [
             f"Step {step:,} of a run on {data.get('source', 'unknown text')}, {manifest.get('tokens', 0):,} "
-            f"tokens. Its options, but for defaults:\n\n```yaml\n{recipe}```"
+            f"tokens. Its options that are not the defaults:\n\n```yaml\n{recipe}```"
         ]
         if (scores := scores_file(run, step)).is_file():
             found = json.dumps(read_json_object(scores).get("scores"), indent=1)
