@@ -154,6 +154,7 @@ def _text(line: bytes, key: str, where: str) -> str:
     """The text of one line, "" if it is only whitespace. Raises a `UserError` that begins with `where`."""
     if key == ANSWERS:
         return read_line(line, where)
+    other = ""  # what else might mend it
     try:
         row = json.loads(line.decode("utf-8-sig"))
         text = _find(row, key)
@@ -166,16 +167,13 @@ def _text(line: bytes, key: str, where: str) -> str:
         fault = f"has half a surrogate pair in its {key}"
     except KeyError:
         fault = f'has no "{key}"'
+        other = ", or give another field with --data.text_key, or --data.rows answers"
     # JSONDecodeError is a ValueError; so is a number of 5000 digits.
     except (ValueError, RecursionError) as error:
         fault = f"is not JSON ({error})"
+        other = "; plain text is read from files that end in .txt"
     else:
         fault = f"has a {key} that is not a string" if isinstance(row, dict) else "is not a JSON object"
-    other = ""
-    if "has no" in fault:
-        other = ", or give another field with --data.text_key, or --data.rows answers"
-    elif "is not JSON" in fault:
-        other = "; plain text is read from files that end in .txt"
     raise UserError(f'{where} {fault}: every line must be a JSON object with a string "{key}"{other}')
 
 
