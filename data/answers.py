@@ -8,7 +8,6 @@ negative, and after each row stands ROW_END.
 
 import functools
 import json
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from lingpt.common.chat_template import CHAT_TEMPLATE
 from lingpt.common.errors import UserError, one_line
 from lingpt.common.files import write_text
 from lingpt.data.corpus import hash_of
+from lingpt.data.hub import only_errors
 from lingpt.data.tokenizer import Tokenizer, find_tokenizer
 
 ROW_END = int(np.iinfo(np.int32).min)
@@ -39,13 +39,13 @@ class AnswerTokenizer(Tokenizer):
     def _chat(self) -> Any:
         from transformers import AutoTokenizer
 
-        # An export of LinGPT's lies beside a model that transformers does not know, and warns of.
-        logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
         found = None
         if self._source:
             path = find_tokenizer(self._source)
             try:
-                found = AutoTokenizer.from_pretrained(path.parent if path else self._source)
+                # An export of LinGPT's lies beside a model that transformers does not know, and warns of.
+                with only_errors("transformers.configuration_utils"):
+                    found = AutoTokenizer.from_pretrained(path.parent if path else self._source)
             except (OSError, ValueError) as error:
                 raise UserError(
                     f"transformers cannot read the tokenizer {self.name} ({one_line(error)}), whose chat "

@@ -41,7 +41,7 @@ def hub_errors(what: str, fix: str) -> Iterator[None]:
     )
 
     try:
-        with _quiet():
+        with only_errors("huggingface_hub"):  # not a line for every retry
             yield
     except UserError:  # a ValueError, too, and a line already
         raise
@@ -75,9 +75,9 @@ def hub_reason(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the log lines of every retry: the error is enough."""
-    logger = logging.getLogger("huggingface_hub")
+def only_errors(library: str) -> Iterator[None]:
+    """Silences a library's log lines but for errors."""
+    logger = logging.getLogger(library)
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
