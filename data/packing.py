@@ -79,7 +79,7 @@ class PackedDocuments(PackedDataset):
 
     @property
     def filled(self) -> float:
-        """The share of all sequences that is not left empty."""
+        """The share of the sequences' positions that hold tokens."""
         return self._lengths.sum() / (len(self) * self.seq_len)
 
     def __getitem__(self, index: int) -> torch.Tensor:
