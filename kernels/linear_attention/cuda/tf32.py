@@ -62,8 +62,8 @@ class Build:
 
     @functools.cached_property
     def wide(self) -> bool:
-        """Whether a block has twice as many warps and tokens as others of heads wider than 128, of which a
-        multiprocessor has room for one. With three products its threads would not have enough registers."""
+        """Whether a block has twice as many channels of c and twice as many tokens: of heads wider than 128 a
+        multiprocessor has room for one block only. Three products would need too many registers."""
         return self.D > 128 and self.products == 1 and most_shared(self.arch) > 200
 
     @functools.cached_property

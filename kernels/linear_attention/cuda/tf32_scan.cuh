@@ -91,7 +91,8 @@ template <int D, int WARPS, int CHUNK, bool LAST, bool STATES, bool NORMS>
 struct Tf32Scan {
   static constexpr int M = 16 * WARPS, SUBS = CHUNK / 16;
   static constexpr int COPIERS = 32 * WARPS;  // threads that copy tiles: the additional warp has enough to do
-  // Of more than eight warps a thread has 168 registers. Then c is loaded twice, and y has a place of its own.
+  // With more than eight warps, the additional one among them, a thread has at most 168 registers. Then c is loaded
+  // twice, and y has a tile of its own.
   static constexpr bool FEW_REGISTERS = WARPS >= 8;
   // Rows 8 or 24 banks apart: neither the pairs (2t, 2t+1) of rows g conflict, nor columns g of rows t.
   static constexpr int ROW = D % 16 ? D : D + 8, C_ROW = M + 8, SCORE_ROW = 20;
@@ -104,7 +105,7 @@ struct Tf32Scan {
     float scale[CHUNK];                                            // of y
     float change[SUBS], count[SUBS];  // of 16 tokens: their decay − 1, Σ b_last c_last; see recurrence.cu
   };
-  struct __align__(16) Shared {  // two stages; y takes c's place if it has none
+  struct __align__(16) Shared {  // two stages; y takes c's place where it has no tile of its own
     float a[STATES ? 1 : 2][STATES ? 1 : CHUNK][ROW], b[2][CHUNK][ROW], c[2][CHUNK][C_ROW];
     float scores[STATES ? 1 : SUBS][16][SCORE_ROW], Z[D];
     Tokens tokens[2];
