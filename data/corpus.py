@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TEXT_KEY = "text"  # the field or column that holds the text, by default
+TEXT_KEY_OPTION = "--data.text_key (`lingpt eval`: --text_key; texts of a study: text_key)"  # for errors
 
 
 def hash_of(values: object) -> str:

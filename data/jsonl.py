@@ -19,7 +19,7 @@ import zstandard
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_errors
 from lingpt.data.answer_rows import ANSWERS, NEEDED, read_line
-from lingpt.data.corpus import TEXT_KEY, Document
+from lingpt.data.corpus import TEXT_KEY, TEXT_KEY_OPTION, Document
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -41,6 +41,7 @@ COMPRESSED = {
     ),
 }
 TEXT = ".txt"
+TO_UTF8 = "iconv -f cp1252 -t utf-8"  # of text from Windows, or Latin-1
 
 
 def check_compression(path: Path) -> None:
@@ -90,7 +91,7 @@ def _whole_text(path: Path) -> Document:
             text = content.decode("utf-8-sig").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{path} is not UTF-8 at byte {error.start:,}: convert it, as by `iconv -f latin1 -t utf-8`"
+                f"{path} is not UTF-8 at byte {error.start:,}: convert it, as by `{TO_UTF8}`"
             ) from None
     return Document(text if text.strip() else "", len(content))
 
@@ -163,11 +164,12 @@ def _text(line: bytes, key: str, where: str) -> str:
             return text if text.strip() else ""
     except UnicodeDecodeError:
         fault = "is not UTF-8"
+        other = f"; convert the file, as by `{TO_UTF8}`"
     except UnicodeEncodeError:
         fault = f"has half a surrogate pair in its {key}"
     except KeyError:
-        fault = f'has no "{key}"'
-        other = ", or give another field with --data.text_key, or --data.rows answers"
+        fault = f'has no "{key}" among {json.dumps(list(row), ensure_ascii=False)[:200]}'
+        other = f", or give another field with {TEXT_KEY_OPTION}, or --data.rows answers"
     # JSONDecodeError is a ValueError; so is a number of 5000 digits.
     except (ValueError, RecursionError) as error:
         fault = f"is not JSON ({error})"

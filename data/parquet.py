@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lingpt.common.errors import UserError, one_line
 from lingpt.common.files import read_errors
 from lingpt.data.answer_rows import ANSWERS, NEEDED, read_row
-from lingpt.data.corpus import Document
+from lingpt.data.corpus import TEXT_KEY_OPTION, Document
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -79,14 +79,14 @@ def find_column(schema: "pa.Schema", text_key: str, where: str) -> list[str]:
         if not pa.types.is_struct(kind) or kind.get_field_index(part) < 0:
             known = ", ".join(schema.names)
             raise UserError(
-                f"{where} has no column {text_key!r} (it has {known}): give another with --data.text_key, "
-                "or --data.rows answers"
+                f"{where} has no column {text_key!r} (it has {known}): give another with "
+                f"{TEXT_KEY_OPTION}, or --data.rows answers"
             )
         kind = kind.field(part).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise UserError(
-            f"{where} has {kind} in its column {text_key!r}, not text: give another with --data.text_key"
+            f"{where} has {kind} in its column {text_key!r}, not text: give another with {TEXT_KEY_OPTION}"
         )
     return path
 

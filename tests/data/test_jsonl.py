@@ -95,7 +95,7 @@ BAD_LINES = {
     "cut off": (b'{"text": "abc', "is not JSON"),
     "a list": (b'["text"]', "is not a JSON object"),
     "a string": (b'"text"', "is not a JSON object"),
-    "no text": (b'{"title": "x"}', 'has no "text"'),
+    "no text": (b'{"title": "x"}', 'has no "text" among ["title"]'),
     "null": (b'{"text": null}', "has a text that is not a string"),
     "a number": (b'{"text": 3}', "has a text that is not a string"),
     "latin-1": ('{"text": "caf\xe9"}'.encode("latin-1"), "is not UTF-8"),
@@ -115,6 +115,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line, fault):
     # An empty text is none of these faults: it is skipped.
     assert ': every line must be a JSON object with a string "text"' in str(error.value)
     assert (".txt" in str(error.value)) == (fault == "is not JSON")
+    assert ("iconv" in str(error.value)) == (fault == "is not UTF-8")
     assert "\n" not in str(error.value)
 
 
