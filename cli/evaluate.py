@@ -32,8 +32,11 @@ class Options:
     tasks: Annotated[tuple[str, ...], Option(
         "tasks of the suite table2, as lm-eval names them; `mmlu:5` asks for five examples")] = TASKS
     texts: Annotated[tuple[str, ...], Option(
-        "texts of language and recall: name=path of held-out JSONL or .txt files, or embedded"
+        "texts of language and recall: name=path of held-out JSONL, Parquet or .txt files, or "
+        "embedded"
     )] = ("embedded",)
+    text_key: Annotated[str, Option(
+        "the field of JSONL, or the column of Parquet, that holds the text; `a.b` is b in a")] = "text"
     max_length_factor: Annotated[int, Option(
         "the loss by position, and needles, go up to this multiple of the training length", least=1)] = 8
     num_fewshot: Annotated[int, Option(
@@ -112,7 +115,7 @@ def _score(
     names = ("batch_tokens", "device", "devices", "dtype", "redo")
     scorer = Scorer(checkpoint, left_out=left_out, **{name: vars(options)[name] for name in names})
     of_tasks = task_measurements(scorer, tasks, options.num_fewshot, data, options.limit)
-    of_texts = text_measurements(scorer, options.suite, texts, options.max_length_factor)
+    of_texts = text_measurements(scorer, options.suite, texts, options.max_length_factor, options.text_key)
     return scorer.score([*of_tasks, *of_texts])
 
 

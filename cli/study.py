@@ -38,7 +38,8 @@ class Options:
     eval_data: Annotated[str | None, Option(
         "folder of benchmark JSONL instead of the hub (or set EVAL_DATA)")] = None
     texts: Annotated[tuple[str, ...], Option(
-        "texts of the suites language and recall: name=path of held-out JSONL or .txt files, or embedded"
+        "texts of the suites language and recall: name=path of held-out JSONL, Parquet or .txt "
+        "files, or embedded"
     )] = ()
     out: Annotated[str, Option("the study's folder is <out>/study-<name>")] = "runs"
     name: Annotated[str | None, Option(

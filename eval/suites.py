@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lingpt.common.errors import UserError
-from lingpt.data.files import find_files
+from lingpt.data.corpus import TEXT_KEY
+from lingpt.data.files import find_files, read_file
 from lingpt.eval import table2
 from lingpt.eval.benchmarks import Column
 from lingpt.eval.harness import parse_task
@@ -79,11 +80,17 @@ def suite_scores(result: Result, suites: Sequence[str], tasks: Sequence[str]) ->
 
 
 def check_scoring(
-    suites: Sequence[str], tasks: Sequence[str], texts: dict[str, str], data: Path | None
+    suites: Sequence[str],
+    tasks: Sequence[str],
+    texts: dict[str, str],
+    data: Path | None,
+    field: str = TEXT_KEY,
 ) -> None:
-    """Raises UserError for an unknown task, and for missing benchmark files or texts.
+    """Raises UserError for an unknown task, for missing benchmark files or texts, and for a text whose first
+    document cannot be read.
 
-    tasks: those of Table 2; `texts` and `data` as `text_measurements` and `task_measurements` take them.
+    tasks: those of Table 2; `texts`, `field` and `data` as `text_measurements` and
+    `task_measurements` take them.
     """
     if data is not None:
         from lingpt.eval.tasks.sources import check_folder
@@ -95,7 +102,7 @@ def check_scoring(
         check_task(*parse_task(name), data)
     for source in texts.values() if measures_of(suites) else ():
         if source != "embedded":
-            find_files(source, ["embedded"])
+            next(read_file(find_files(source, ["embedded"])[0], field), None)
 
 
 def benchmark_tasks(suites: Sequence[str], tasks: Sequence[str], data: Path | None) -> list[str]:
@@ -133,13 +140,18 @@ def tasks_without_file(suites: Sequence[str], data: Path | None) -> list[str]:
 
 
 def text_measurements(
-    scorer: Scorer, suites: Sequence[str], texts: dict[str, str], max_length_factor: int = 8
+    scorer: Scorer,
+    suites: Sequence[str],
+    texts: dict[str, str],
+    max_length_factor: int = 8,
+    field: str = TEXT_KEY,
 ) -> list[Measurement]:
     """The measures of held-out text of these suites; texts that cannot be read are left out.
 
     Args:
         texts: name → source, as `texts.read_texts` takes it; the caller must know that it is held out.
         max_length_factor: the loss by position, and needles, go up to this multiple of the training length.
+        field: the one of the texts' rows, or the column, that holds the text.
 
     A measure that a text is too short for, or has too few phrases for, is skipped with a line to the log.
     """
@@ -163,7 +175,7 @@ def text_measurements(
         ]
     for name, source in texts.items() if measures else ():
         with scorer.leaving_out(f"text {name}"):
-            found.append(read_texts(name, source))
+            found.append(read_texts(name, source, field))
     for measure in measures:
         room = length * (max_length_factor if measure == "loss_by_position" else 1)
         for text in found:

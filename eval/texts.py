@@ -11,6 +11,7 @@ from pathlib import Path
 from lingpt.common.errors import UserError
 from lingpt.common.files import file_sha256
 from lingpt.data import Tokenizer
+from lingpt.data.corpus import TEXT_KEY
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.files import find_files, read_file
 
@@ -49,8 +50,9 @@ def parse_texts(words: Iterable[str]) -> dict[str, str]:
 
 
 @lru_cache(maxsize=4)
-def read_texts(name: str, source: str) -> Texts:
+def read_texts(name: str, source: str, field: str = TEXT_KEY) -> Texts:
     """The documents of files (a path, folder or glob), or of `embedded`, its validation modules.
+    field: the one of their rows, or the column, that holds the text.
 
     UserError if they cannot be read. The caller must make sure that the text was not trained on.
     """
@@ -59,10 +61,11 @@ def read_texts(name: str, source: str) -> Texts:
         documents = tuple(document.text for document in corpus.val.read()) if corpus.val else ()
         return Texts(name, documents, {"from": "embedded", "hash": corpus.content_hash})
     files = find_files(source, ["embedded"])
-    documents = tuple(d.text for file in files for d in read_file(file) if d.text)
+    documents = tuple(d.text for file in files for d in read_file(file, field) if d.text)
     if not documents:
         raise UserError(f"{source} holds no text to measure on")
-    return Texts(name, documents, {"from": "files"} | _hashes(files))
+    origin = "files" if field == TEXT_KEY else f"files, their {field}"
+    return Texts(name, documents, {"from": origin} | _hashes(files))
 
 
 def _hashes(files: list[Path]) -> dict[str, str]:

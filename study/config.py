@@ -62,8 +62,12 @@ class Study:
     eval_data: Annotated[str | None, Option(
         "folder of benchmark JSONL; null for the Hugging Face hub")] = None
     texts: Annotated[dict[str, str], Option(
-        "name → JSONL that was not trained on, for the suites `language` and `recall`"
+        "name → JSONL, Parquet or .txt files that were not trained on, for the suites `language` and "
+        "`recall`"
         )] = field(default_factory=dict)
+    text_key: Annotated[str, Option(
+        "the field or column of `texts` that holds the text; that of the runs is their `data.text_key`"
+        )] = "text"
     max_length_factor: Annotated[int, Option(
         "the loss by position goes up to this multiple of the training length", least=1, most=10**6)] = 8
     limit: Annotated[int | None, Option(

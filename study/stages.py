@@ -131,7 +131,9 @@ class _Stages:
                 find_data(data)
         if "scores" in stages and self.study.suites:
             study = self.study
-            check_scoring(study.suites, study.tasks, study.texts, benchmark_folder(study.eval_data))
+            check_scoring(
+                study.suites, study.tasks, study.texts, benchmark_folder(study.eval_data), study.text_key
+            )
 
     def plan(self, stages: Sequence[str], dry_run: bool = False) -> str:
         """The plan of what is requested now."""
@@ -210,6 +212,7 @@ class _Stages:
             options += ["--device", "cuda", "--devices", str(len(gpus)), "--dtype", "bfloat16"]
         options += ["--data", study.eval_data] if study.eval_data else []
         options += ["--limit", str(study.limit)] if study.limit else []
+        options += ["--text_key", study.text_key]
         texts = [f"{name}={path}" for name, path in study.texts.items()] or ["embedded"]
         jobs = []
         for i in range(len(slots)):

@@ -64,12 +64,14 @@ def test_an_export_scores_as_its_run_does(runs, eval_data, tmp_path, capsys):
 def test_suites_and_files(runs, eval_data, tmp_path, capsys):
     """`--suite` measures what it names and nothing else; `--save` leaves the tables as files."""
     words = " ".join(f"{word} stone water" for word in map(str, range(60)))
-    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": f"{i} {words}"}) for i in range(3)))
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"body": f"{i} {words}"}) for i in range(3)))
     suite = [
         "--suite",
         "language",
         "--texts",
         "words=t.jsonl",
+        "--text_key",
+        "body",
         "--max_length_factor",
         "1",
         "--save",

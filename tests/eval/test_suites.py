@@ -510,6 +510,16 @@ def test_the_embedded_text_is_the_half_that_is_held_out():
     assert found.data == {"from": "embedded", "hash": corpus.content_hash}
 
 
+def test_the_field_of_a_text_is_in_its_fingerprint(tmp_path):
+    """Guards: texts under another name than `text` that could not be measured; of two fields of one file the
+    scores of the first kept for both."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a title", "page": {"body": "the sun"}}))
+    plain, body = read_texts("x", str(path)), read_texts("x", str(path), "page.body")
+    assert (plain.documents, body.documents) == (("a title",), ("the sun",)) and plain.data != body.data
+    assert plain.data == {"from": "files", "a.jsonl": file_sha256(path)}
+
+
 def test_no_file_is_lost_in_the_fingerprint(tmp_path):
     """Guards: of a/val.jsonl and b/val.jsonl one hash was kept, so that the other could change unseen. A file
     whose name is its own goes by that alone, as in the scores that were recorded before."""

@@ -84,6 +84,7 @@ def test_mistakes_in_the_file(here, capsys, change, message):
         ({"suites": ["table2"], "tasks": ["mmlu:five"]}, "after the colon stands the number of examples"),
         ({"suites": ["table2"], "tasks": [5]}, "tasks is [5]; it must be a list, each text"),
         ({"texts": {"words": "gone.jsonl"}}, "there are no documents at gone.jsonl"),
+        ({"text_key": "body"}, 'held-out.jsonl, line 1 has no "body"'),
         ({"texts": {"words": 3}}, "texts is {'words': 3}; it must be `key: value`"),
         ({"texts": {"a=b": "embedded"}}, "'a=b' cannot name a text"),
         ({"texts": {"-a": "embedded"}}, "'-a' cannot name a text"),

@@ -174,7 +174,7 @@ def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys, monkey
 )
 def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs, gpus, used):
     """Guards: one run on eight cards was scored by one of them, and seven waited."""
-    options = {"mqar": {}, "eval_data": "benchmarks", "limit": 7}
+    options = {"mqar": {}, "eval_data": "benchmarks", "limit": 7, "text_key": "body"}
     write(TINY | {"learning_rates": [], "seeds": runs, "attentions": ["softmax"], **options})
     study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
     monkeypatch.setattr(StudyRun, "has_result", lambda self: True)
@@ -192,7 +192,7 @@ def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs,
         words = " ".join(job.arguments)
         assert f"--suite language --tasks {' '.join(study.tasks)} --texts words=held-out.jsonl " in words
         assert "--max_length_factor 2 " in words
-        assert "--dtype bfloat16 --data benchmarks --limit 7" in words
+        assert "--dtype bfloat16 --data benchmarks --limit 7 --text_key body" in words
     scored = [Path(word).name for job in jobs for word in job.arguments if "-seed" in word]
     assert sorted(scored) == [f"softmax-seed{seed}" for seed in range(runs)]
     work.mqar()
