@@ -9,9 +9,10 @@ def counted(number: int, what: str, ending: str = "s") -> str:
 
 
 def join_distinct(values: Iterable[str | int | None]) -> str:
-    """The distinct values, joined by `and`; numbers with separators."""
+    """`512, 1,024 and 2,048`: the distinct values; numbers with separators."""
     shown = (f"{value:,}" if isinstance(value, int) else str(value) for value in values if value)
-    return " and ".join(dict.fromkeys(shown))
+    words = list(dict.fromkeys(shown))
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def with_error(value: float, error: float | None, spec: str, error_spec: str = "") -> str:

@@ -1,6 +1,6 @@
 """Numbers as a person writes them."""
 
-from lingpt.common.format import duration, scaled, with_error
+from lingpt.common.format import duration, join_distinct, scaled, with_error
 
 
 def test_numbers_are_as_a_person_writes_them():
@@ -14,6 +14,12 @@ def test_a_rough_estimate_has_one_digit():
     """Guards: a guess of how long a CPU takes, to the second."""
     times = [duration(seconds, rough=True) for seconds in (7.4, 83, 575, 9000, 30 * 3600.0)]
     assert times == ["7 s", "80 s", "10 min", "2 h", "30 h"] and duration(575) == "9.6 min"
+
+
+def test_a_list_as_a_person_writes_it():
+    """Guards: `512 and 1,024 and 2,048 tokens` under a figure."""
+    found = [join_distinct(values) for values in ([], [None, 512], [512, 512, 1024], ["a", "b", 2048])]
+    assert found == ["", "512", "512 and 1,024", "a, b and 2,048"]
 
 
 def test_a_value_and_its_error():
