@@ -13,7 +13,10 @@ def draw_lengths(counts: np.ndarray, borders: np.ndarray, name: str, caption: st
     figure = new_figure(6, 3.6)
     axes = figure.subplots()
     axes.stairs(counts, borders, fill=True, color=COLOURS["ours-decay"], alpha=0.85)
-    axes.set_xscale("log")
+    axes.set_xscale("log", base=2)
+    low, high = np.log2(borders[[0, -1]])
+    axes.set_xlim(2 ** np.floor(low), 2 ** np.ceil(high))  # two ticks or more, however alike the lengths
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("tokens of a document")
     axes.set_ylabel("documents")
     axes.set_ylim(bottom=0)

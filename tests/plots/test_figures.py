@@ -1,8 +1,10 @@
 """Guards figures as they are written: what a publisher takes; a picture that has not changed is no change."""
 
+import numpy as np
 import pytest
 
 from lingpt.common.errors import UserError
+from lingpt.plots import lengths_figure
 from lingpt.plots.figures import KNOWN_FORMATS, figure_paths, legend_beside, new_figure, save_figure
 
 
@@ -55,3 +57,15 @@ def test_long_names_beside_the_panels_leave_them_their_room():
         drawn.draw_without_rendering()
         assert all(panel.get_window_extent().width > 1.5 * drawn.dpi for panel in panels)
         assert width <= drawn.get_figwidth() < width + 2
+
+
+def test_lengths_of_documents_are_plain_numbers(monkeypatch, tmp_path):
+    """Guards: `4 × 10²` under the histogram, and no number at all where all documents are alike."""
+    drawn = []
+    monkeypatch.setattr(lengths_figure, "save_figure", lambda figure, _: drawn.append(figure))
+    for low, high in ((421, 1956), (600, 700)):
+        borders = np.geomspace(low, high, 41)
+        lengths_figure.draw_lengths(np.ones(40), borders, "books", "", tmp_path / "lengths.png")
+    for figure in drawn:
+        figure.draw_without_rendering()
+        assert {"512", "1,024"} <= {label.get_text() for label in figure.axes[0].get_xticklabels()}
