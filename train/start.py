@@ -27,7 +27,7 @@ from lingpt.train.runs.resume import (
     check_init_from,
     check_resume,
     give_back_name,
-    other_run_message,
+    refusal,
     resume_or_create,
 )
 from lingpt.train.runs.run_lock import RunLock
@@ -97,7 +97,7 @@ def _check_segments(recipe: Recipe, config: Config) -> None:
 def _train(recipe: Recipe) -> Path:
     gpt, machine, why = check_recipe(recipe)
     if recipe.train.dry_run:
-        lines = format_plan(recipe, machine, gpt), why, other_run_message(recipe)
+        lines = format_plan(recipe, machine, gpt), why, refusal(recipe, gpt.config)
         print_rank0("\n".join(filter(None, lines)))
         return recipe.run_folder
     if why:

@@ -79,13 +79,14 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[P
     return checkpoint, init_from
 
 
-def other_run_message(recipe: Recipe) -> str | None:
-    """The message on a run in the recipe's folder that has another config, with which training refuses to
-    resume it; None if there is none. The data are not compared."""
+def refusal(recipe: Recipe, config: Config) -> str | None:
+    """Why training would refuse the recipe here: a run in its folder with another config, or weights to begin
+    from that do not exist or are not of `config`; None if nothing does. The data are not compared."""
     folder = recipe.run_folder
     try:
-        if recipe.train.resume != "never" and has_begun(folder) and (config := _recorded_config(folder)):
-            _check_same(recipe, config, f"{folder} holds a run with another config", MAY_CHANGE | DATA_PATHS)
+        if recipe.train.resume != "never" and has_begun(folder) and (old := _recorded_config(folder)):
+            _check_same(recipe, old, f"{folder} holds a run with another config", MAY_CHANGE | DATA_PATHS)
+        check_init_from(recipe, config)
     except UserError as error:
         return str(error)
     return None

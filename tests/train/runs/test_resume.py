@@ -282,6 +282,12 @@ def test_a_dry_run_names_the_run_that_training_refuses(make_recipe, capsys):
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_dry_run_names_the_weights_that_are_not_there(make_recipe, tmp_path, capsys):
+    """Guards: a plan for a model of other sizes, those of the recipe, without a word."""
+    train(make_recipe(dry_run=True, init_from=str(tmp_path / "gone")))
+    assert capsys.readouterr().out.endswith(f"\nno model in {tmp_path / 'gone'}: there is no such folder\n")
+
+
 def test_weights_to_start_from_are_not_taken_for_those_of_a_run_that_goes_on(make_recipe):
     """Guards: `--train.init_from other` trained on the run's own weights, and its record said `other`."""
     other = train(make_recipe(name="other"))
