@@ -28,9 +28,9 @@ def hybrid_layers(attention: str, n_layer: int, every: int) -> list[str]:
             f"{SOFTMAX_EVERY}={every} is for a linear attention, and {SOFTMAX} is none: leave it out"
         )
     if every < 2 or every // 2 >= n_layer:
+        mend = f"give 2 to {2 * n_layer - 1}" if n_layer > 1 else "leave it out"
         raise UserError(
-            f"{SOFTMAX_EVERY}={every} makes no hybrid of {attention} in {n_layer} layers: every second layer "
-            f"is the most, one in {2 * n_layer - 1} the least"
+            f"{SOFTMAX_EVERY}={every} makes no hybrid of {attention} in {n_layer} layer(s): {mend}"
         )
     return [SOFTMAX if layer % every == every // 2 else attention for layer in range(n_layer)]
 
