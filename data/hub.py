@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import datasets
 
 HUB = "hf:"  # what a source on the hub begins with
-ADVICE = "train on text of your own with DATA=<path>, or on DATA=embedded"
+ADVICE = "train on text of your own with --data.source <path> (make: DATA=<path>), or on `embedded`"
 
 
 @contextmanager

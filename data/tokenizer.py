@@ -179,7 +179,8 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    with hub_errors(f"the tokenizer {name}", "give the path of a tokenizer.json with TOKENIZER=<path>"):
+    advice = "give the path of a tokenizer.json with --data.tokenizer <path> (make: TOKENIZER=<path>)"
+    with hub_errors(f"the tokenizer {name}", advice):
         path = Path(hf_hub_download(name, TOKENIZER))
         with contextlib.suppress(EntryNotFoundError):
             hf_hub_download(name, TOKENIZER_CONFIG)  # into the same folder

@@ -163,7 +163,9 @@ def test_no_network_is_one_line(tmp_path: Path, tokenizer_path, environment):
     )
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == 2 and done.stderr == ""
-    assert lines[0].startswith("the data set google/wiki40b") and "DATA=<path>" in lines[0]
-    assert lines[1].startswith("the tokenizer EleutherAI/pythia-70m") and "TOKENIZER=<path>" in lines[1]
+    assert lines[0].startswith("the data set google/wiki40b")
+    assert "--data.source <path> (make: DATA=<path>)" in lines[0]
+    assert lines[1].startswith("the tokenizer EleutherAI/pythia-70m")
+    assert "--data.tokenizer <path> (make: TOKENIZER=<path>)" in lines[1]
     assert all("HF_HUB_OFFLINE" in line and "go online" in line for line in lines)
     assert "(no network)" in lines[1]
