@@ -88,6 +88,7 @@ def draw(curves: list[Curve], timed: bool = True) -> Any:
         style_axes(panel)
         panel.set_xlim(left=0)
     panels[0].set_ylabel("loss (nats per token)")
+    panels[0].ticklabel_format(axis="y", useOffset=False)  # 1e−6+1.084e1 over a loss that hardly changes
     _add_inset(panels[0], curves, *axes[0][:2])
     title = join_distinct(sorted({c.model for c in curves}))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", parse_math=False)
@@ -112,9 +113,14 @@ def _legend(figure, panel, rows: int) -> None:
 
 def caption(curves: Sequence[Curve]) -> str:
     """The caption, in two or three lines: what is plotted, the data and its length, the hardware."""
-    marks = ["Lines: training loss, centred average", "open markers: validation"]
+    known = labels(curves)
+    without = [label for label, c in zip(known, curves, strict=True) if not len(c.train)]
+    lines = "validation" if len(without) == len(curves) else "training loss, centred average"
+    if without and lines != "validation":
+        lines += f" (of {join_distinct(without)} validation)"
+    marks = [f"Lines: {lines}", "open markers: validation"]
     for count in sorted({c.runs for c in curves if c.runs > 1}):
-        means = [label for label, c in zip(labels(curves), curves, strict=True) if c.runs == count]
+        means = [label for label, c in zip(known, curves, strict=True) if c.runs == count]
         which = "" if len(means) == len(curves) else f"{', '.join(means)}: "
         marks.append(f"{which}mean of {count} seeds, band from the lowest to the highest")
     if any(len(spikes(c.train[:, LOSS])) for c in curves if c.runs == 1):

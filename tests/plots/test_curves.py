@@ -254,7 +254,19 @@ def test_forms_of_one_attention_have_their_options_as_labels(tmp_path):
 def test_a_student_is_drawn_by_its_validation(tmp_path):
     """Guards: the distance to a teacher, near 0, drawn as a loss of the next token."""
     run = write_run(tmp_path / "a", "ours", 1.0, {10: 4.0, 20: 3.0}, train={"teacher": "runs/b"})
-    assert not len(read_curve(run).train) and read_curve(run).val[:, 2].tolist() == [4.0, 3.0]
+    student, teacher = read_curve(run), read_curve(write_run(tmp_path / "b", "softmax", 1.0, {20: 3.0}))
+    assert not len(student.train) and student.val[:, 2].tolist() == [4.0, 3.0]
+    assert caption([student]).startswith("Lines: validation; open markers: validation.")
+    assert "Lines: training loss, centred average (of ours validation); open" in caption([student, teacher])
+
+
+def test_a_loss_that_hardly_changes_is_written_out(tmp_path):
+    """Guards: `1e−6+1.084e1` above the axis."""
+    figure = draw([read_curve(write_run(tmp_path / "a", "ours", 1.0, {10: 10.8412876, 20: 10.8412898}))])
+    panel = figure.axes[0]
+    panel.set_ylim(10.841287, 10.84129)
+    figure.draw_without_rendering()
+    assert panel.yaxis.get_offset_text().get_text() == ""
 
 
 def test_a_step_that_is_there_twice_counts_once(tmp_path):
