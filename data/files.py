@@ -158,4 +158,5 @@ def _split(files: list[Path], text_key: str) -> Split:
 
 def read_file(path: Path, text_key: str = TEXT_KEY) -> Iterator[Document]:
     """The documents of one file; progress is in bytes on disk. UserError, naming file and line or row."""
+    check_compression(path)
     return read_parquet(path, text_key) if path.suffix == PARQUET else read_documents(path, text_key)

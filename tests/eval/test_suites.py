@@ -1,5 +1,6 @@
 """Guards the suites beside Table 2: each number against its definition, each with chance or a baseline."""
 
+import gzip
 import itertools
 import json
 import lzma
@@ -450,6 +451,9 @@ def test_mistakes(eval_data, tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(UserError, match="holds no text"):
         read_texts("x", str(tmp_path / "x.jsonl"))
+    (tmp_path / "gz.jsonl").write_bytes(gzip.compress(b'{"text": "a"}'))
+    with pytest.raises(UserError, match=r"gz.jsonl is compressed: add .gz to its name"):
+        read_texts("x", str(tmp_path / "gz.jsonl"))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 100])
