@@ -137,13 +137,18 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def set_aside(path: Path, prefix: str) -> Path:
-    """Renames `path` to `<prefix>-<its name>`, with a number if that exists; returns the new path."""
+def name_aside(path: Path, prefix: str) -> Path:
+    """`<prefix>-<its name>`, beside `path`, with a number if that exists."""
     aside, number = path.with_name(f"{prefix}-{path.name}"), 1
     while aside.exists():
         number += 1
         aside = path.with_name(f"{prefix}-{path.name}.{number}")
-    return path.rename(aside)
+    return aside
+
+
+def set_aside(path: Path, prefix: str) -> Path:
+    """Renames `path` to its `name_aside`; returns the new path."""
+    return path.rename(name_aside(path, prefix))
 
 
 def disk_fix(error: OSError, path: Path | str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import remove_partial, set_aside, write_errors, write_text
+from lingpt.common.files import name_aside, remove_partial, set_aside, write_bytes, write_errors
 from lingpt.common.format import duration, scaled_count
 from lingpt.common.run_folder import (
     ABANDONED,
@@ -315,8 +315,8 @@ def _abandon_newer(folder: Path, step: int) -> None:
     metrics = folder / METRICS
     if newer and metrics.exists():
         with write_errors(metrics):
-            aside = set_aside(metrics, ABANDONED)
-            write_text(metrics, aside.read_text(encoding="utf-8"))
+            aside = name_aside(metrics, ABANDONED)
+            write_bytes(aside, metrics.read_bytes())  # a damaged line may not be text
         print_rank0(f"resume: the losses so far are in {aside}, too")
     for path in newer:
         aside = set_aside(path, ABANDONED)

@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -177,14 +178,23 @@ def test_a_copy_under_another_steps_name_is_not_of_that_step(make_recipe, capsys
     assert "step-00000003, step 3 of 6" in capsys.readouterr().out
 
 
-def test_twice_from_the_same_old_checkpoint(make_recipe):
-    """Each branch that is left stays."""
+def test_twice_from_the_same_old_checkpoint(make_recipe, monkeypatch):
+    """Each branch that is left stays, with its losses.
+
+    Guards: losses that were gone where the disk was full, or had damaged a line of them."""
     folder = train(make_recipe())
+    metrics = folder / "metrics.jsonl"
+    metrics.write_bytes(losses := b"\xff\n" + metrics.read_bytes())
     old = str(folder / "checkpoints/step-00000003")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"cannot write to .*metrics"):
+        patch.setattr("lingpt.train.runs.resume.write_bytes", Mock(side_effect=OSError))
+        train(make_recipe(resume=old))
+    assert metrics.read_bytes() == losses
     for _ in range(2):
         train(make_recipe(resume=old))
     aside = sorted(path.name for path in (folder / "checkpoints").glob("abandoned-*"))
     assert aside == ["abandoned-step-00000006", "abandoned-step-00000006.2"]
+    assert (folder / "abandoned-metrics.jsonl").read_bytes() == losses
 
 
 def test_a_branch_that_was_left_goes_on_as_another_run(make_recipe):
