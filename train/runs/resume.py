@@ -68,6 +68,8 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[P
                 _check_same(recipe, config, f"{folder} holds a run with another config", may_change)
             if given is None:
                 _check_not_diverged(folder)
+            elif newest := newest_checkpoint(folder):  # `given` may be another run's
+                _check_same_data(recipe, newest, fingerprint)
         checkpoint = given or _newest_usable(folder)
         if checkpoint is None:
             init_from = init_from or _find_init_from(recipe)
@@ -105,13 +107,7 @@ def _resume(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
     manifest = load_manifest(checkpoint)
     complaint = f"{checkpoint} is of a run with another config"
     _check_same(recipe, manifest["config"], complaint, MAY_CHANGE | DATA_PATHS)
-    if (was := manifest["data_fingerprint"]) != fingerprint:
-        moved = differences(manifest["config"], recipe.to_dict())
-        differ = "; ".join([*moved, f"fingerprint {was}, now {fingerprint}"])
-        raise UserError(
-            f"{checkpoint} was trained on other data ({differ}): restore the "
-            "corpus and the tokenizer it had, or start another run with another --train.name"
-        )
+    _check_same_data(recipe, checkpoint, fingerprint)
     if recipe.train.init_from is None:  # so that this start's record also says where the weights came from
         recipe.train.init_from = manifest["config"].get("train", {}).get("init_from")
     _abandon_newer(recipe.run_folder, manifest["step"])
@@ -233,6 +229,18 @@ def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str, may_change:
         raise UserError(
             f"{complaint} ({'; '.join(differ)}): choose another --train.name, or start from scratch with "
             "--train.resume never (the old run is moved aside)"
+        )
+
+
+def _check_same_data(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
+    """Raises UserError if the checkpoint was trained on data of another `fingerprint`."""
+    manifest = load_manifest(checkpoint)
+    if (was := manifest["data_fingerprint"]) != fingerprint:
+        moved = differences(manifest["config"], recipe.to_dict())
+        differ = "; ".join([*moved, f"fingerprint {was}, now {fingerprint}"])
+        raise UserError(
+            f"{checkpoint} was trained on other data ({differ}): restore the "
+            "corpus and the tokenizer it had, or start another run with another --train.name"
         )
 
 

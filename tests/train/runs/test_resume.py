@@ -240,7 +240,8 @@ def test_what_a_killed_process_left_is_cleared(make_recipe):
 
 
 def test_data_may_move_and_not_change(make_recipe, corpus, tmp_path, capsys):
-    """Guards: text or tokenizer on another disk, by another path, and the run could only be begun again."""
+    """Guards: text or tokenizer on another disk, by another path, and the run could only be begun again; and
+    a run that went on, with its losses, from the checkpoint of one on other text."""
     train(make_recipe(max_steps=3))
     moved, recipe = tmp_path / "elsewhere" / "mine.jsonl", make_recipe()
     moved.parent.mkdir()
@@ -254,6 +255,11 @@ def test_data_may_move_and_not_change(make_recipe, corpus, tmp_path, capsys):
         train(recipe)
     recipe.data = replace(corpus, source=str(moved.rename(moved.with_name("other.jsonl"))))
     with pytest.raises(UserError, match=r"on other data \(data.source: .*/mine.jsonl → .*/other.jsonl; fing"):
+        train(recipe)
+    recipe.train.name = "other"
+    given = train(recipe) / "checkpoints/step-00000006"
+    recipe.train.name, recipe.train.resume = None, str(given)
+    with pytest.raises(UserError, match=r"demo-ours/checkpoints/step-00000006 was trained on other data"):
         train(recipe)
 
 
