@@ -1,6 +1,7 @@
 """Going on with a run: what is damaged in its folder is named and passed over; the rest is not touched."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -24,6 +25,7 @@ from lingpt.common.run_folder import (
 from lingpt.train import loop, report, train
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.planning.machine import choose_machine
+from lingpt.train.runs.resume import refusal
 from lingpt.train.step import step_where_finite
 
 
@@ -96,11 +98,15 @@ def test_a_flipped_bit_falls_back_to_the_one_before(make_recipe, capsys, file):
     assert (folder / "checkpoints/damaged-step-00000006").is_dir()
 
 
-def test_a_named_checkpoint_with_a_flipped_bit_is_refused(make_recipe):
+def test_a_named_checkpoint_that_is_damaged_is_refused(make_recipe):
     path = train(make_recipe()) / "checkpoints/step-00000003"
-    flip_bit(path / "train_state.pt")
-    with pytest.raises(UserError, match=r"step-00000003 is damaged \(train_state.pt .*resume from another"):
-        train(make_recipe(resume=str(path)))
+    for damage, reason in (
+        (flip_bit, r"is damaged \(train_state.pt"),
+        (Path.unlink, r"is not whole \(train_state.pt is missing"),
+    ):
+        damage(path / "train_state.pt")
+        with pytest.raises(UserError, match=rf"step-00000003 {reason}.*resume from another"):
+            train(make_recipe(resume=str(path)))
 
 
 def test_weights_with_a_flipped_bit_start_no_run(make_recipe):
@@ -197,15 +203,26 @@ def test_twice_from_the_same_old_checkpoint(make_recipe, monkeypatch):
     assert (folder / "abandoned-metrics.jsonl").read_bytes() == losses
 
 
-def test_a_branch_that_was_left_goes_on_as_another_run(make_recipe):
+def test_a_run_whose_losses_are_gone_goes_on(make_recipe):
+    """From its newest checkpoint, and from another."""
+    folder = train(make_recipe(max_steps=2, save_interval=1))
+    for resume in (str(folder / "checkpoints/step-00000001"), "auto"):
+        (folder / "metrics.jsonl").unlink()
+        assert train(make_recipe(max_steps=3, save_interval=1, resume=resume)) == folder
+    assert not list(folder.glob("abandoned-*"))
+
+
+def test_a_branch_that_was_left_goes_on_as_another_run(make_recipe, monkeypatch):
     """Guards: one run with the losses of two branches, which `auto` resumed from the other one's newer
     checkpoint."""
     folder = train(make_recipe())
     train(make_recipe(resume=str(folder / "checkpoints/step-00000003")))
     left = str(folder / "checkpoints/abandoned-step-00000006")
     before = (folder / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match=r"of a branch that this run has left.* with another --train.name"):
-        train(make_recipe(resume=left, max_steps=8))
+    monkeypatch.chdir(folder.parent)
+    for out_dir in (str(folder.parent), "."):
+        with pytest.raises(UserError, match=r"of a branch that this run has left.* another --train.name"):
+            train(make_recipe(resume=left, max_steps=8, out_dir=out_dir))
     assert (folder / "metrics.jsonl").read_text() == before
     other = train(make_recipe(resume=left, max_steps=8, name="other"))
     assert names(other)[-1] == "step-00000008" and names(folder)[-1] == "step-00000006"
@@ -247,6 +264,7 @@ def test_data_may_move_and_not_change(make_recipe, corpus, tmp_path, capsys):
     moved.parent.mkdir()
     shutil.copy(corpus.source, moved)
     recipe.data = replace(corpus, source=str(moved))
+    assert refusal(recipe, recipe.model.config()) is None
     assert names(train(recipe))[-1] == "step-00000006" and "step 3 of 6" in capsys.readouterr().out
     assert read_config(recipe.run_folder)["data"]["source"] == str(moved)
     with moved.open("a") as file:
@@ -383,14 +401,16 @@ def test_a_run_goes_on_without_the_weights_it_began_with(make_recipe):
     assert names(train(make_recipe(max_steps=3, init_from=str(init_from))))[-1] == "step-00000003"
 
 
-def test_the_old_run_stays_where_the_new_one_has_nothing_to_start_from(make_recipe):
+def test_the_old_run_stays_where_the_new_one_has_nothing_to_start_from(make_recipe, monkeypatch):
     """Guards: `--train.resume never` had moved the run by the time that `--train.init_from` was not found, or
-    its teacher."""
+    its teacher. Paths are absolute, or not."""
     folder = train(make_recipe(max_steps=3))
+    monkeypatch.chdir(folder.parent)
     for options, line in (
         ({"init_from": "typo"}, "no model in typo: there is no such folder"),
         ({"init_from": str(folder)}, "init_from .* is in the run that"),
-        ({"teacher": str(folder)}, "teacher .* is in the run that"),
+        ({"teacher": folder.name}, "teacher .* is in the run that"),
+        ({"init_from": str(folder), "out_dir": "."}, "init_from .* is in the run that"),
     ):
         with pytest.raises(UserError, match=line):
             train(make_recipe(resume="never", **options))
@@ -398,14 +418,29 @@ def test_the_old_run_stays_where_the_new_one_has_nothing_to_start_from(make_reci
 
 
 def test_the_old_run_stays_where_the_new_one_cannot_start_from_the_weights(make_recipe):
-    """Guards: `--train.resume never` had moved the run by the time that the weights were of another size."""
+    """Guards: `--train.resume never` had moved the run by the time that the weights were of another size, or
+    could not be read."""
     other = make_recipe(name="other", max_steps=1)
     other.model.n_layer = 3
-    init_from = str(train(other))
+    damaged = train(make_recipe(name="damaged", max_steps=1)) / "checkpoints/step-00000001"
+    (damaged / "manifest.json").unlink()
+    os.truncate(damaged / "model.safetensors", 1000)
     folder = train(make_recipe(max_steps=3))
-    with pytest.raises(UserError, match="is another model than 'demo': n_layer is 3, not 2"):
-        train(make_recipe(resume="never", init_from=init_from))
+    for init_from, line in (
+        (train(other), "is another model than 'demo': n_layer is 3, not 2"),
+        (damaged, "model.safetensors is missing, damaged"),
+    ):
+        with pytest.raises(UserError, match=line):
+            train(make_recipe(resume="never", init_from=str(init_from)))
     assert names(folder) == ["step-00000003"] and not list(folder.parent.glob("*.old-*"))
+
+
+def test_each_run_that_was_there_is_moved_aside(make_recipe):
+    """Guards: an old run in the way of the next, and an empty one of a new name."""
+    for _ in range(3):
+        folder = train(make_recipe(max_steps=1, resume="never"))
+    runs = ["demo-ours", "demo-ours.old-1", "demo-ours.old-2"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == runs
 
 
 def test_a_run_is_no_checkpoint(make_recipe):
