@@ -30,20 +30,21 @@ def job(tmp_path):
 
 
 def test_side_by_side_each_on_its_card(job, tmp_path):
-    """Two wait for each other, on two cards; the third comes after."""
+    """Two wait for each other, on two cards; the third comes after, with which all ends."""
     wait = "[time.sleep(0.01) for _ in iter(lambda: os.path.exists({1!r}), True)]"
     meet = "open({0!r}, 'w'); " + wait
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     show = "; print('card', os.environ['CUDA_VISIBLE_DEVICES'])"
     lines = []
-    found = run_jobs(
-        [job("x", meet.format(a, b) + show), job("y", meet.format(b, a) + show), job("z", "print('last')")],
-        GPUS,
-        report=lines.append,
-    )
-    assert found == []
+    every = [
+        job("x", meet.format(a, b) + show),
+        job("y", meet.format(b, a) + show),
+        job("z", "print('last')"),
+    ]
+    every[2].log = tmp_path / "of the last" / "logs" / "z.log"
+    assert run_jobs(every, GPUS, report=lines.append) == []
     assert {(tmp_path / f"{name}.log").read_text() for name in "xy"} == {"card 0\n", "card 1\n"}
-    assert (tmp_path / "z.log").read_text() == "last\n"
+    assert every[2].log.read_text() == "last\n" and lines[-1].startswith("z: done")
 
 
 def test_one_that_fails_does_not_end_the_others(job, tmp_path):

@@ -153,6 +153,26 @@ def test_what_a_row_lacks_here_is_said_before_any_other_trains(here, capsys, mon
     assert main(COMMAND) == 0
 
 
+@pytest.mark.parametrize(
+    ("lacking", "other"),
+    [
+        ({"options": TINY["options"] | {"data.source": "gone"}}, "scores"),
+        ({"texts": {"words": "gone"}}, "runs"),
+    ],
+    ids=["data", "texts"],
+)
+def test_files_that_are_gone_are_missed_before_any_training(here, capsys, monkeypatch, lacking, other):
+    """Guards: a text of the scores that is missed when all has been trained. A dry run may be for another
+    machine; and a stage misses only what it reads."""
+    write_tiny(suites=["language"], **lacking)
+    assert main(COMMAND) == 2
+    line = capsys.readouterr().err.strip()
+    assert "gone" in line and "\n" not in line and not here and not Path("runs").exists()
+    assert main([*COMMAND, "--dry_run", "true"]) == 0
+    monkeypatch.setattr(stages, "run_jobs", lambda *_: [])
+    assert main([*COMMAND, "--stages", other]) == 0
+
+
 def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys, monkeypatch):
     """Guards: a plan, and a comparison with what was trained, by a recipe as it was in the first call. Each
     is for the cards that are asked for."""
@@ -173,17 +193,19 @@ def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys, monkey
     [(1, 4, ["0,1,2,3"]), (3, 8, ["0,1", "2,3", "4,5"]), (5, 4, ["0", "1", "2", "3"])],
 )
 def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs, gpus, used):
-    """Guards: one run on eight cards was scored by one of them, and seven waited."""
+    """Guards: one run on eight cards was scored by one of them, and seven waited. A run without a result, or
+    without its weights, is left out."""
     options = {"mqar": {}, "eval_data": "benchmarks", "limit": 7, "text_key": "body"}
-    write(TINY | {"learning_rates": [], "seeds": runs, "attentions": ["softmax"], **options})
+    write(TINY | {"learning_rates": [], "seeds": runs + 2, "attentions": ["softmax"], **options})
     study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
-    monkeypatch.setattr(StudyRun, "has_result", lambda self: True)
-    monkeypatch.setattr(StudyRun, "has_weights", lambda self: True)
+    monkeypatch.setattr(StudyRun, "has_result", lambda self: self.seed != runs)
+    monkeypatch.setattr(StudyRun, "has_weights", lambda self: self.seed != runs + 1)
     asked = []
     monkeypatch.setattr(stages, "run_jobs", lambda jobs, slots, *_, **__: asked.append((jobs, slots)) or [])
     work = stages._Stages(study, study, folder, [Slot(f"GPU {i}", (i,)) for i in range(gpus)])
-    work.score()
-    ((jobs, slots),) = asked
+    assert [run.options["train.devices"] for run in work.runs] == [1] * (runs + 2)
+    work.run(["scores", "mqar"], None)
+    ((mqar,), (all_cards,)), (jobs, slots) = asked
     assert [",".join(map(str, slot.gpus)) for slot in slots][: len(used)] == used and len(jobs) == len(used)
     assert len({job.log for job in jobs}) == len({job.name for job in jobs}) == len(jobs)
     for job in jobs:
@@ -195,9 +217,7 @@ def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs,
         assert "--dtype bfloat16 --data benchmarks --limit 7 --text_key body" in words
     scored = [Path(word).name for job in jobs for word in job.arguments if "-seed" in word]
     assert sorted(scored) == [f"softmax-seed{seed}" for seed in range(runs)]
-    work.mqar()
-    (((job,), (slot,)),) = asked[1:]
-    assert slot.gpus == tuple(range(gpus)) and job.arguments[-2:] == ["--out", "runs/mqar"]
+    assert all_cards.gpus == tuple(range(gpus)) and mqar.arguments[-2:] == ["--out", "runs/mqar"]
 
 
 def test_without_data_nothing_begins(here, monkeypatch, capsys):
