@@ -127,7 +127,7 @@ class _Stages:
         if dry_run:
             return
         if {"data", "rates", "runs"} & set(stages):
-            for data in {str(run.recipe.data): run.recipe.data for run in self.runs}.values():
+            for data in {str(run.recipe.data): run.recipe.data for run in self._now(self.runs)}.values():
                 find_data(data)
         if "scores" in stages and self.study.suites:
             study = self.study
@@ -163,9 +163,8 @@ class _Stages:
 
     def data(self) -> None:
         """Tokenises once; the runs then share the cache. UserError if it fails, as nothing else can begin."""
-        self._run_jobs(
-            [Job("data", ["data", *self.runs[0].arguments[1:]], self._log("data"))], self.slots[:1]
-        )
+        first = self._now(self.runs)[0]
+        self._run_jobs([Job("data", ["data", *first.arguments[1:]], self._log("data"))], self.slots[:1])
         if self.failures:
             raise UserError(f"the data cannot be prepared: {self.failures[0].reason}")
 
