@@ -10,7 +10,7 @@ import pytest
 
 from lingpt.common.errors import UserError
 from lingpt.study import jobs
-from lingpt.study.jobs import Job, Slot, Stopped, find_slots, run_jobs
+from lingpt.study.jobs import Failure, Job, Slot, Stopped, find_slots, run_jobs
 
 # In place of `lingpt`: a Python without site-packages, started in no time, that runs its argument.
 CHILD = (sys.executable, "-S", "-c", "import os, sys, time, signal; exec(sys.argv[1])")
@@ -61,6 +61,8 @@ def test_one_that_fails_does_not_end_the_others(job, tmp_path):
     starts = [line.partition(":")[0] for line in lines if "starts on" in line]
     assert [starts.count(one) for one in ("wrong", "crash", "dead")] == [1, 2, 2]
     assert any(line.startswith("well: done") for line in lines)
+    assert "dead: failed on CPU (ended by SIGKILL); it is tried once more" in lines
+    assert f"dead: failed: ended by SIGKILL ({killed.log})" in lines
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,8 @@ def test_a_retry_waits_for_another_card(job):
 
 
 def test_a_card_that_cuda_no_longer_sees(job):
-    """Its jobs end with a user's exit code, and are tried on another card all the same."""
+    """Its jobs end with a user's exit code, and are tried on another card all the same; what is wrong
+    wherever it runs is not tried again."""
     import torch
 
     from lingpt.common.devices import find_device
@@ -125,8 +128,13 @@ def test_a_card_that_cuda_no_longer_sees(job):
     gone = "(print('x finds no CUDA device: y'), sys.exit(2))"
     code = f"{gone} if os.environ['CUDA_VISIBLE_DEVICES'] == '0' else 0"
     assert run_jobs([job(f"job{i}", code) for i in range(3)], GPUS, report=lambda line: None) == []
-    alone = run_jobs([job("wrong", "sys.exit(2)")], GPUS, report=lambda line: None)
-    assert [failure.reason for failure in alone] == ["exit code 2"]
+    for code, slots, reason in (
+        ("sys.exit(2)", GPUS, "exit code 2"),
+        (gone, [Slot("CPU")], "x finds no CUDA device: y"),
+    ):
+        wrong, lines = job("wrong", code), []
+        assert run_jobs([wrong], slots, report=lines.append) == [Failure("wrong", reason, wrong.log)]
+        assert len(lines) == 2
 
 
 def test_no_line_of_an_earlier_attempt(job, tmp_path):
