@@ -14,7 +14,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from lingpt.common.errors import UserError
-from lingpt.models import ATTENTIONS, export_hf, load_model, load_weights, save_model
+from lingpt.models import (
+    ATTENTIONS,
+    ModelArgs,
+    export_hf,
+    load_model,
+    load_weights,
+    read_model_config,
+    save_model,
+)
 
 
 def test_a_model_comes_back(small, tokens, tmp_path, variant):
@@ -101,6 +109,12 @@ def damage_missing_tensor(folder):
     save_file(tensors, path, metadata={"lingpt.attention": '"ours"'})
 
 
+def damage_surplus_tensor(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path) | {"transformer.adapter": torch.ones(1)}
+    save_file(tensors, path, metadata={"lingpt.attention": '"ours"'})
+
+
 def damage_other_size(folder):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"n_embd": 32, "head_size": 8}))
@@ -115,17 +129,28 @@ def damage_foreign_config(folder):
     (folder / "config.json").write_text('{"model_type": "gemma"}')
 
 
+def damage_network(folder):
+    (folder / "config.json").write_text('{"model_type": "lingpt", "network": 3}')
+
+
+OTHER_TENSORS = [
+    (damage_missing_tensor, "transformer.h.1.mlp.fc.bias is missing"),
+    (damage_surplus_tensor, "transformer.adapter has no place in it"),
+]
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        *OTHER_TENSORS,
         (damage_nothing_there, "no model in .*: there is no such folder"),
         (damage_truncated_weights, "model.safetensors is missing, damaged"),
         (damage_truncated_config, "config.json is damaged or not JSON"),
         (damage_other_weights, "weights were trained with one that they do not name"),
-        (damage_missing_tensor, "transformer.h.1.mlp.fc.bias is missing"),
         (damage_other_size, r"does not hold a 'small': lm_head.weight is \[128, 64\], not \[128, 32\]"),
         (damage_unknown_key, "unknown key 'colour'"),
         (damage_foreign_config, "holds a gemma model: LinGPT reads its own"),
+        (damage_network, "config.json is damaged: its network is no object"),
     ],
 )
 def test_a_damaged_folder_is_one_line(small, tmp_path, damage, message):
@@ -136,6 +161,15 @@ def test_a_damaged_folder_is_one_line(small, tmp_path, damage, message):
     with pytest.raises(UserError, match=message) as error:
         load_model(folder)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("damage", "message"), OTHER_TENSORS)
+def test_only_an_attention_may_be_new(small, tmp_path, damage, message):
+    """Guards: a run that begins with other layers as they are initialised, or without some of the weights."""
+    save_model(small("ours"), tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=f"is another model than 'small': {message}"):
+        load_weights(small("gla"), tmp_path)
 
 
 def test_a_full_disk_leaves_the_old_model(small, tokens, tmp_path):
@@ -214,7 +248,8 @@ def test_shared_values_may_be_new_and_unused(small, tmp_path):
 def test_rotary_frequencies_may_be_scaled_for_a_longer_context(small, tokens, tmp_path):
     """Guards: `init_from` refused them as another model. Scaled ones are not forgotten."""
     adjustments = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 16}
-    source, model = small("softmax", seed=1), small("softmax", seed=2, rope_adjustments=adjustments)
+    longer = {"block_size": 128, "rope_adjustments": adjustments}
+    source, model = small("softmax", seed=1), small("softmax", seed=2, **longer)
     save_model(source, tmp_path / "plain")
     assert not load_weights(model, tmp_path / "plain").new
     assert (model(tokens) - source(tokens)).abs().max() > 1e-4  # the same weights, with other tables
@@ -234,6 +269,15 @@ def test_a_tensor_of_another_shape_is_new_and_unused(small, tmp_path):
     assert name in report.new and name in report.unused and name not in report.taken
     assert torch.equal(model.state_dict()[name], fresh)
     assert all(line.count("attn.conv ×3") == 1 for line in str(report).splitlines()[2:])
+
+
+def test_a_litgpt_folder_without_a_config_is_that_of_its_name(small, tmp_path):
+    """Its own config comes first."""
+    folder = tmp_path / "pythia-14m"
+    write_litgpt_folder(small("softmax"), folder)
+    assert read_model_config(folder).n_layer == 3
+    (folder / "model_config.yaml").unlink()
+    assert read_model_config(folder) == ModelArgs("pythia-14m", "softmax").config()
 
 
 def test_fewer_keys_than_queries_are_another_model(small, tmp_path):
