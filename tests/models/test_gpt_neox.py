@@ -76,7 +76,8 @@ OTHERS += [{"attention": "softmax", "bias": False}]
 def test_what_gpt_neox_cannot_say_is_not_exported_as_one(small, tmp_path, form):
     """Under GPT-NeoX's keys another attention would load there and be scored as softmax attention."""
     export_hf(small(**form), tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "lingpt"
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("lingpt", ["LinGPTForCausalLM"])
     assert load_model(tmp_path).config == small(**form).config
 
 
@@ -124,8 +125,9 @@ TEXT = "naïve 水 🙂\n\n\tdef f():\r\n  x = 1   <|endoftext|> the  end"
 
 @pytest.mark.parametrize("given", ["a checkpoint's folder", "a file", "NeoX's"])
 def test_the_tokenizer_is_exported_too(small, tmp_path, request, given):
-    """Guards: AutoTokenizer on an exported folder gives an empty tokenizer, without a word."""
-    from transformers import AutoConfig, AutoTokenizer
+    """Guards: AutoTokenizer on an exported folder gives an empty tokenizer, without a word; `generate` with
+    rows that are no token, or without the token that ends a text."""
+    from transformers import AutoTokenizer
 
     if given == "NeoX's":
         tokenizer = load_tokenizer(request.getfixturevalue("real_data") / "tokenizer")
@@ -134,12 +136,22 @@ def test_the_tokenizer_is_exported_too(small, tmp_path, request, given):
     path = tokenizer.save(tmp_path / "from")
     with pytest.warns(UserWarning, match="gets no tokenizer"):
         export_hf(small("softmax"), tmp_path / "none")
-    export_hf(small("softmax"), tmp_path / "out", path if given == "a file" else path.parent)
+    model = small("softmax", vocab_size=tokenizer.vocab_size + 9)
+    export_hf(model, tmp_path / "out", path if given == "a file" else path.parent)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer.encode(TEXT)
     assert theirs.encode(TEXT, add_special_tokens=False) == ids and theirs.decode(ids) == TEXT
-    eos = AutoConfig.from_pretrained(tmp_path / "out").eos_token_id
-    assert theirs.eos_token_id == eos == tokenizer.eos_id and theirs.model_max_length == 96
+    assert theirs.model_max_length == 96 and theirs.padding_side == "left"
+    named = [f"{name}_token_id" for name in ("bos", "eos", "pad")]
+    assert {getattr(theirs, name) for name in (*named, "unk_token_id")} == {tokenizer.eos_id}
+    config, generation = (
+        json.loads((tmp_path / "out" / f"{name}.json").read_text())
+        for name in ("config", "generation_config")
+    )
+    unused = range(tokenizer.vocab_size, model.config.padded_vocab_size)
+    expected = dict.fromkeys(named, tokenizer.eos_id)
+    assert generation == expected | {"suppress_tokens": [*unused]}
+    assert config.items() >= (expected | {"dtype": "float32"}).items()
 
 
 def test_an_end_token_that_is_only_in_the_vocabulary_is_exported(small, tmp_path):
