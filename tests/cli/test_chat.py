@@ -45,18 +45,22 @@ def test_the_prompt_begins_as_in_transformers(tmp_path, monkeypatch, begin):
 
 
 def test_an_export_keeps_the_chat_and_the_end_of_a_text(tmp_path):
-    """Guards: another end of text, of a folder whose generation_config.json alone names it."""
+    """Guards: another end of text, of a folder whose generation_config.json alone names it, or another begin
+    of a chat."""
     sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 96, "vocab_size": 300}
     tokenizer = train_bpe(["the river and the mill"] * 9, 300)
-    tokenizer.raw.add_special_tokens([tokenizers.AddedToken("<|im_end|>", special=True)])
+    tokenizer.raw.add_special_tokens([tokenizers.AddedToken(x, special=True) for x in ("<|im_end|>", "<s>")])
     export_hf(GPT.create(ModelArgs("small", "ours", **sizes).config(), seed=0), tmp_path / "tuned")
     tokenizer.save(tmp_path / "tuned")
     end = tokenizer.raw.token_to_id("<|im_end|>")
     (tmp_path / "tuned/generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    names = {"bos_token": "<s>", "eos_token": "<of another>"}
+    (tmp_path / "tuned/tokenizer_config.json").write_text(json.dumps(names))
     (tmp_path / "tuned/chat_template.jinja").write_text(TEMPLATE)
     assert load_tokenizer(tmp_path / "tuned").eos_id == end
     assert main(["export", str(tmp_path / "tuned"), str(tmp_path / "own")]) == 0
     assert load_tokenizer(tmp_path / "own").eos_id == end
     assert main(["export", str(tmp_path / "tuned"), str(tmp_path / "hf"), "--hf", "true"]) == 0
-    for kept in (read_chat_template(tmp_path / "own")[0], AutoTokenizer.from_pretrained(tmp_path / "hf")):
-        assert getattr(kept, "chat_template", kept) == TEMPLATE
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert read_chat_template(tmp_path / "own")[0] == theirs.chat_template == TEMPLATE
+    assert (theirs.bos_token, theirs.eos_token) == ("<s>", "<|im_end|>")
