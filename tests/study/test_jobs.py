@@ -43,6 +43,7 @@ def test_side_by_side_each_on_its_card(job, tmp_path):
     ]
     every[2].log = tmp_path / "of the last" / "logs" / "z.log"
     assert run_jobs(every, GPUS, report=lines.append) == []
+    assert ": done" in lines[2], "a third beside two"
     assert {(tmp_path / f"{name}.log").read_text() for name in "xy"} == {"card 0\n", "card 1\n"}
     assert every[2].log.read_text() == "last\n" and lines[-1].startswith("z: done")
 
