@@ -25,7 +25,7 @@ from lingpt.train import loop, loss, report, train
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.planning.machine import choose_machine
 from lingpt.train.runs.replay import replay
-from lingpt.train.runs.resume import schedule_jump
+from lingpt.train.runs.resume import refusal, schedule_jump
 from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.signals import Stop
 from lingpt.train.step import learning_rates
@@ -441,6 +441,7 @@ def test_extending_a_run_says_what_its_learning_rate_does(make_recipe, capsys):
         make_recipe(max_steps=12), before
     )
     assert schedule_jump(make_recipe(max_steps=3), before) is None, "no step is left"
+    assert schedule_jump(make_recipe(), before) is None, "the same cosine"
 
 
 def test_a_trial_saves_nothing(make_recipe, capsys):
@@ -507,7 +508,9 @@ def test_a_run_that_fails_before_its_first_step_has_not_taken_its_name(make_reci
         with pytest.raises(UserError, match="no memory"):
             train(make_recipe())
     assert (make_recipe().run_folder / "config.yaml").exists()
-    train(make_recipe(learning_rate=0.5))
+    other = make_recipe(learning_rate=0.5)
+    assert refusal(other, other.model.config()) is None
+    train(other)
 
 
 @pytest.mark.slow
