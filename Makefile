@@ -46,7 +46,7 @@ help: ## show this list
 		while IFS='|' read -r name text; do printf '  %-14s %s\n' "$$name" "$$text"; done
 	@echo "Any option of the command fits in ARGS: make train ARGS=\"--train.max_steps 100\"; \`lingpt train --help\` lists them."
 
-train: $(call ready,train) ## train a model: MODEL=demo|pythia-160m… ATTN=ours|ours-decay|ours-gated|softmax|gla|unified|hybrid|hybrid-best|softmax-best (or ours-gated+output_gate) DATA= TOKENIZER= DEVICES= RESUME= NAME= DRY=1
+train: $(call ready,train) ## train a model: MODEL=demo|pythia-160m… ATTN=ours|ours-decay|ours-gated|softmax|gla|unified|hybrid|hybrid-best|linear-best|softmax-best (or ours-gated+output_gate) DATA= TOKENIZER= DEVICES= RESUME= NAME= DRY=1
 	$(BIN)lingpt train $(strip $(RECIPE) $(RUN) $(ARGS))
 
 data: $(call ready,train) ## tokenise a corpus, and show what is in it: MODEL= DATA= TOKENIZER=

@@ -150,8 +150,8 @@ class ModelArgs:
     attention: Annotated[str | list[str], Option(
         "one of the attentions, or a list with one per layer. Options may follow a `+` "
         "(`ours-gated+output_gate`); they hold for all layers that have them. `+softmax_every=6` makes the "
-        "fourth of each six layers softmax. `hybrid`, `hybrid-best` and `softmax-best` are short for such "
-        f"forms: `hybrid` for {ALIASES['hybrid'].replace('+', ' + ')}")] = "ours"
+        "fourth of each six layers softmax. `hybrid`, `hybrid-best`, `linear-best` and `softmax-best` are "
+        f"short for such forms: `hybrid` for {ALIASES['hybrid'].replace('+', ' + ')}")] = "ours"
     # fmt: on
 
     if TYPE_CHECKING:  # the sizes and options, which the decorator adds

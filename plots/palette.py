@@ -15,6 +15,7 @@ COLOURS = {
     "ours-gated": "#CC79A7",  # reddish purple
     "hybrid": "#B2182B",  # crimson; every form with softmax in some of its layers
     "hybrid-best": "#B2182B",
+    "linear-best": "#009E73",
     "softmax": "#000000",
     "softmax-best": "#000000",
     "softmax-flash": "#000000",
@@ -46,6 +47,7 @@ LOOKS = {
     "softmax+softmax_conv": 2,
     "softmax-best": 3,
     "hybrid-best": 4,
+    "linear-best": 3,
     "gla+short_conv": 1,
     "gla+gla_expand_k=1+short_conv": 2,
 }

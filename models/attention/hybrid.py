@@ -10,11 +10,15 @@ from lingpt.common.errors import UserError
 
 SOFTMAX = "softmax"
 SOFTMAX_EVERY = "softmax_every"  # in an attention's form: `ours-gated+softmax_every=6`
-# Aliases (docs/results/study): the fast hybrid, and what learns best, with linear attention and without.
+_LINEAR = (
+    "gla+short_conv+gla_n_head=0+gla_expand_k=1+gla_unit_qk+gla_temperature=4"
+    "+gate_activation=sigmoid+input_gate"
+)
+# Aliases (docs/results/study): the fast hybrid, and the best hybrid, linear attention and softmax.
 ALIASES = {
     "hybrid": f"ours-gated+output_gate+gate_activation=sigmoid+short_conv+{SOFTMAX_EVERY}=6",
-    "hybrid-best": "gla+short_conv+gla_n_head=0+gla_expand_k=1+gla_unit_qk+gla_temperature=4"
-    f"+gate_activation=sigmoid+input_gate+softmax_conv+softmax_gate+softmax_qk_norm+{SOFTMAX_EVERY}=3",
+    "hybrid-best": f"{_LINEAR}+softmax_conv+softmax_gate+softmax_qk_norm+{SOFTMAX_EVERY}=3",
+    "linear-best": _LINEAR,
     "softmax-best": f"{SOFTMAX}+softmax_conv+softmax_gate+gate_activation=sigmoid+softmax_qk_norm",
 }
 
