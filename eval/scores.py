@@ -167,7 +167,7 @@ def task_key(task: str, num_fewshot: int, limit: int | None = None) -> str:
     return f"{task} ({num_fewshot}-shot{f', first {limit}' if limit else ''})"
 
 
-def text_key(measure: str, text: str) -> str:
+def measure_key(measure: str, text: str) -> str:
     """The score's key, `bits_per_byte (novels)`."""
     return f"{measure} ({text})"
 

@@ -17,7 +17,7 @@ from lingpt.eval.comparison import (
     seeds_note,
 )
 from lingpt.eval.figures import draw_positions
-from lingpt.eval.scores import DASH, Result, Score, signed_difference, text_key
+from lingpt.eval.scores import DASH, Result, Score, measure_key, signed_difference
 from lingpt.eval.suites import COMMONSENSE, RETRIEVAL, SUITES
 from lingpt.eval.tables import Table, save_tables
 
@@ -127,7 +127,7 @@ def _text_table(
     found, marks = list[tuple[Result, Score, dict[str, str]]](), Marks(results)
     for result in results:
         for score in result.of_task(measure):
-            pair = pair_with_softmax(result, results, text_key(measure, score.texts or ""))
+            pair = pair_with_softmax(result, results, measure_key(measure, score.texts or ""))
             found.append((result, score, columns(score, pair)))
     found = [(result, score, cells) for result, score, cells in found if set(cells.values()) - {DASH}]
     head = [h for h in (found[0][2] if found else ()) if any(cells[h] != DASH for *_, cells in found)]

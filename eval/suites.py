@@ -13,7 +13,7 @@ from lingpt.data.files import find_files, read_file
 from lingpt.eval import table2
 from lingpt.eval.benchmarks import Column
 from lingpt.eval.harness import parse_task
-from lingpt.eval.scores import Result, Score, text_key
+from lingpt.eval.scores import Result, Score, measure_key
 from lingpt.eval.scoring import Measurement, Scorer
 from lingpt.eval.texts import Texts, read_texts
 
@@ -84,12 +84,12 @@ def check_scoring(
     tasks: Sequence[str],
     texts: dict[str, str],
     data: Path | None,
-    field: str = TEXT_KEY,
+    text_key: str = TEXT_KEY,
 ) -> None:
     """Raises UserError for an unknown task, for missing benchmark files or texts, and for a text whose first
     document cannot be read.
 
-    tasks: those of Table 2; `texts`, `field` and `data` as `text_measurements` and
+    tasks: those of Table 2; `texts`, `text_key` and `data` as `text_measurements` and
     `task_measurements` take them.
     """
     if data is not None:
@@ -102,7 +102,7 @@ def check_scoring(
         check_task(*parse_task(name), data)
     for source in texts.values() if measures_of(suites) else ():
         if source != "embedded":
-            next(read_file(find_files(source, ["embedded"])[0], field), None)
+            next(read_file(find_files(source, ["embedded"])[0], text_key), None)
 
 
 def benchmark_tasks(suites: Sequence[str], tasks: Sequence[str], data: Path | None) -> list[str]:
@@ -144,14 +144,14 @@ def text_measurements(
     suites: Sequence[str],
     texts: dict[str, str],
     max_length_factor: int = 8,
-    field: str = TEXT_KEY,
+    text_key: str = TEXT_KEY,
 ) -> list[Measurement]:
     """The measures of held-out text of these suites; texts that cannot be read are left out.
 
     Args:
         texts: name → source, as `texts.read_texts` takes it; the caller must know that it is held out.
         max_length_factor: the loss by position, and needles, go up to this multiple of the training length.
-        field: the one of the texts' rows, or the column, that holds the text.
+        text_key: the field of the texts' rows, or the column, that holds the text.
 
     A measure that a text is too short for, or has too few phrases for, is skipped with a line to the log.
     """
@@ -175,12 +175,12 @@ def text_measurements(
         ]
     for name, source in texts.items() if measures else ():
         with scorer.leaving_out(f"text {name}"):
-            found.append(read_texts(name, source, field))
+            found.append(read_texts(name, source, text_key))
     for measure in measures:
         room = length * (max_length_factor if measure == "loss_by_position" else 1)
         for text in found:
             compute = functools.partial(_measure, measure=measure, texts=text, train_length=length)
-            measurements.append(Measurement(text_key(measure, text.name), room, text.data, compute))
+            measurements.append(Measurement(measure_key(measure, text.name), room, text.data, compute))
     return measurements
 
 

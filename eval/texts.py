@@ -50,9 +50,9 @@ def parse_texts(words: Iterable[str]) -> dict[str, str]:
 
 
 @lru_cache(maxsize=4)
-def read_texts(name: str, source: str, field: str = TEXT_KEY) -> Texts:
+def read_texts(name: str, source: str, text_key: str = TEXT_KEY) -> Texts:
     """The documents of files (a path, folder or glob), or of `embedded`, its validation modules.
-    field: the one of their rows, or the column, that holds the text.
+    text_key: the field of their rows, or the column, that holds the text.
 
     UserError if they cannot be read. The caller must make sure that the text was not trained on.
     """
@@ -61,10 +61,10 @@ def read_texts(name: str, source: str, field: str = TEXT_KEY) -> Texts:
         documents = tuple(document.text for document in corpus.val.read()) if corpus.val else ()
         return Texts(name, documents, {"from": "embedded", "hash": corpus.content_hash})
     files = find_files(source, ["embedded"])
-    documents = tuple(d.text for file in files for d in read_file(file, field) if d.text)
+    documents = tuple(d.text for file in files for d in read_file(file, text_key) if d.text)
     if not documents:
         raise UserError(f"{source} holds no text to measure on")
-    origin = "files" if field == TEXT_KEY else f"files, their {field}"
+    origin = "files" if text_key == TEXT_KEY else f"files, their {text_key}"
     return Texts(name, documents, {"from": origin} | _hashes(files))
 
 

@@ -17,7 +17,7 @@ from lingpt.eval.language import DOCUMENT_TOKENS, PIECES, TOKENS
 from lingpt.eval.recall.mqar import TRIALS_PER_GPU, Trial
 from lingpt.eval.recall.needle import NEEDLES, needle_lengths
 from lingpt.eval.recall.phrases import CHOICES, QUESTIONS
-from lingpt.eval.scores import read_results, task_key, text_key
+from lingpt.eval.scores import measure_key, read_results, task_key
 from lingpt.eval.suites import measures_of, suite_tasks, tasks_without_file
 from lingpt.eval.tables import Table
 from lingpt.eval.tasks.sources import benchmark_folder, official_questions
@@ -174,7 +174,7 @@ def score_costs(study: Study, seq_len: int) -> dict[str, tuple[float, float]]:
         for measure in measures:
             short = source == "embedded" and measure != "recall_phrases"
             tokens = min(most[measure], EMBEDDED_TOKENS) if short else most[measure]
-            costs[text_key(measure, text)] = tokens, 0.0 if source == "embedded" else TEXT_SECONDS
+            costs[measure_key(measure, text)] = tokens, 0.0 if source == "embedded" else TEXT_SECONDS
     return costs
 
 

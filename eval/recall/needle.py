@@ -7,7 +7,7 @@ that says the number. The needles' depths are spread evenly over the text.
 import random
 
 from lingpt.eval.lm import LinGPTLM, Pair
-from lingpt.eval.scores import Score, pack_bits, share, text_key
+from lingpt.eval.scores import Score, measure_key, pack_bits, share
 from lingpt.eval.texts import prompts_hash
 
 LENGTHS = tuple(1024 << i for i in range(6))  # up to 32,768 tokens
@@ -23,7 +23,7 @@ WORDS = ("river", "garden", "window", "castle", "winter", "letter", "forest", "b
 
 def needle_lengths(longest: int) -> dict[str, int]:
     """The key of each score → the tokens of its texts, which are at most `longest`."""
-    return {text_key("needle", f"{tokens:,} tokens"): tokens for tokens in LENGTHS if tokens <= longest}
+    return {measure_key("needle", f"{tokens:,} tokens"): tokens for tokens in LENGTHS if tokens <= longest}
 
 
 def find_needles(lm: LinGPTLM, needles: int = NEEDLES) -> Score:
