@@ -7,6 +7,7 @@ for that, and decoding's memory grows with the context only in those layers.
 from collections.abc import Sequence
 
 from lingpt.common.errors import UserError
+from lingpt.common.format import counted
 
 SOFTMAX = "softmax"
 SOFTMAX_EVERY = "softmax_every"  # in an attention's form: `ours-gated+softmax_every=6`
@@ -34,7 +35,7 @@ def hybrid_layers(attention: str, n_layer: int, every: int) -> list[str]:
     if every < 2 or every // 2 >= n_layer:
         mend = f"give 2 to {2 * n_layer - 1}" if n_layer > 1 else "leave it out"
         raise UserError(
-            f"{SOFTMAX_EVERY}={every} makes no hybrid of {attention} in {n_layer} layer(s): {mend}"
+            f"{SOFTMAX_EVERY}={every} makes no hybrid of {attention} in {counted(n_layer, 'layer')}: {mend}"
         )
     return [SOFTMAX if layer % every == every // 2 else attention for layer in range(n_layer)]
 

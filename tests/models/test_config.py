@@ -80,9 +80,9 @@ def test_config_survives_json():
         ),
         (
             {"attention": "hybrid+softmax_every=8"},
-            "softmax_every=8 makes no hybrid of ours-gated in 4 layer.s.: give 2 to 7",
+            "softmax_every=8 makes no hybrid of ours-gated in 4 layers: give 2 to 7",
         ),
-        ({"attention": "ours+softmax_every=1"}, "in 4 layer.s.: give 2 to 7"),
+        ({"attention": "ours+softmax_every=1"}, "in 4 layers: give 2 to 7"),
         ({"attention": "ours+softmax_every"}, "softmax_every is true; it must be a whole number"),
         ({"attention": "softmax-best+softmax_every=2"}, "a linear attention, and softmax is none: leave"),
         ({"attention": ["ours", "softmax", "hybrid", "ours"]}, "softmax_every is of all layers"),
