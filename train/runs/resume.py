@@ -69,7 +69,7 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[P
             if given is None:
                 _check_not_diverged(folder)
             elif newest := newest_checkpoint(folder):  # `given` may be another run's
-                _check_same_data(recipe, newest, fingerprint)
+                _check_same_data(recipe, newest, load_manifest(newest), fingerprint)
         checkpoint = given or _newest_usable(folder)
         if checkpoint is None:
             init_from = init_from or _find_init_from(recipe)
@@ -107,7 +107,7 @@ def _resume(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
     manifest = load_manifest(checkpoint)
     complaint = f"{checkpoint} is of a run with another config"
     _check_same(recipe, manifest["config"], complaint, MAY_CHANGE | DATA_PATHS)
-    _check_same_data(recipe, checkpoint, fingerprint)
+    _check_same_data(recipe, checkpoint, manifest, fingerprint)
     if recipe.train.init_from is None:  # so that this start's record also says where the weights came from
         recipe.train.init_from = manifest["config"].get("train", {}).get("init_from")
     _abandon_newer(recipe.run_folder, manifest["step"])
@@ -232,9 +232,8 @@ def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str, may_change:
         )
 
 
-def _check_same_data(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
-    """Raises UserError if the checkpoint was trained on data of another `fingerprint`."""
-    manifest = load_manifest(checkpoint)
+def _check_same_data(recipe: Recipe, checkpoint: Path, manifest: dict[str, Any], fingerprint: str) -> None:
+    """Raises UserError if the checkpoint, of this manifest, was trained on data of another `fingerprint`."""
     if (was := manifest["data_fingerprint"]) != fingerprint:
         moved = differences(manifest["config"], recipe.to_dict())
         differ = "; ".join([*moved, f"fingerprint {was}, now {fingerprint}"])
