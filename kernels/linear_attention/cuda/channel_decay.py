@@ -115,7 +115,7 @@ class Build:
         right, part = self.right_shared(self.roles), self.prepare_part
         left, states = (n * stage for n, stage in zip(self.stages, self.stage, strict=True))
         if self.prepared:
-            return left, right, states, self.left_shared(part, part), 0
+            return left + self.parts, right, states, self.left_shared(part, part), 0
         return self.left_shared(self.Dk, self.slices[0]), right, states, 0, 0
 
     def left_shared(self, keys: int, values: int) -> int:
@@ -131,6 +131,11 @@ class Build:
         scan = stage + 3 * _tile(right) + _tile(right, gate) + scores
         scan += groups * CHUNK * (right + 4) * 4 + (4 * SUBS + groups) * right * 4
         return scan + roles * (stage + scores)
+
+    @property
+    def parts(self) -> int:
+        """Bytes of shared memory in which the prepared scan's warps exchange their parts of y."""
+        return CHUNK * self.slices[0] * 4
 
     @property
     def stage(self) -> tuple[int, int]:
@@ -150,7 +155,7 @@ class Build:
         """
         scan, states = self.stage
         if self.prepared:
-            fourth = self.costs_no_block(LEFT, 4 * scan, 3 * scan)
+            fourth = self.costs_no_block(LEFT, 4 * scan + self.parts, 3 * scan + self.parts)
             return 3 + fourth, 3 + self.costs_no_block(STATES, 4 * states, 3 * states)
         return 0, 2 + (2 * 3 * states // 1024 < most_shared(self.arch))
 

@@ -27,8 +27,9 @@ struct SharedLeft {  // byte offsets
   static constexpr int BYTES = SCORES + CHANNEL_SUBS * 16 * 48;
 };
 
-// A warp's 16 channels of c and y: Sᵀ in its accumulators; y, which takes c's place.
-template <typename T, typename G, int BD, int M, bool REVERSE>
+// A warp's 16 channels of c and y: Sᵀ in its accumulators; y, which takes c's place. PAIRED: two warps have 32 channels, and
+// each of them one half of Sᵀ's columns, of its own 16 channels and then of the other's.
+template <typename T, typename G, int BD, int M, bool REVERSE, bool PAIRED = false>
 struct LeftState {
   static constexpr int WARPS = M / 16, THREADS = 32 * WARPS;
 
@@ -75,12 +76,14 @@ struct LeftState {
   // This lane's part of a state [Dk, Dv], 2 by 2 of its numbers at a time.
   template <typename N, typename F>
   DEVICE void each_of_state(N* S, F visit) {
+    constexpr int COLUMNS = PAIRED ? BD / 2 : BD;
     const int lane = block.tid % 32, g = lane / 4, t = lane % 4, V = p.channels;
-    N* from = S + 2 * t * V + slice() + 16 * warp() + g;
+    N* from = S + (2 * t + (PAIRED ? warp() % 2 * COLUMNS : 0)) * V + slice() + g;
 #pragma unroll
     for (int n = 0; n < BD / 8; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) visit(state[n][i], from[(8 * n + i % 2) * V + i / 2 * 8]);
+      for (int i = 0; i < 4; i++)
+        visit(state[n][i], from[(8 * n % COLUMNS + i % 2) * V + (warp() ^ 8 * n / COLUMNS) * 16 + i / 2 * 8]);
   }
   DEVICE void store_state(float* S) {
     each_of_state(S, [](float s, float& to) { to = s; });

@@ -91,16 +91,23 @@ struct SharedPrepared {  // byte offsets in a stage of the scan
   static constexpr int WHOLE = C + Tile<M>::SIZE;
   static constexpr int SCORES = WHOLE + CHANNEL_SUBS * BD * 4;
   static constexpr int STAGE = SCORES + CHANNEL_CHUNK * SCORE_ROW;
+  // Before the stages: each warp's part of 16 tokens of y in the other's channels, twice.
+  static constexpr int PART = 1024, PARTS = CHANNEL_SUBS * M / 16 * PART;
 };
 
+// A warp multiplies each row of ã and b̃ that it reads with 32 channels of c and y: of two warps that share these, each has
+// half of the state's columns, and they exchange their parts of y.
 template <typename T, int BD, int M, bool REVERSE, int STAGES>
-struct PreparedScan : LeftState<T, T, BD, M, REVERSE> {
-  using State = LeftState<T, T, BD, M, REVERSE>;
+struct PreparedScan : LeftState<T, T, BD, M, REVERSE, true> {
+  using State = LeftState<T, T, BD, M, REVERSE, true>;
   using Shared = SharedPrepared<BD, M>;
   using State::p, State::block, State::state, State::THREADS, State::warp, State::slice;
+  static constexpr int COLUMNS = BD / 2;  // of the state, which a warp has
 
   DEVICE PreparedScan(const ChannelParams& params, char* shared) : State(params, shared, blockIdx.x * params.run_len) {}
-  DEVICE u32 stage(int row) const { return block.base + u32(row / CHANNEL_CHUNK) % STAGES * Shared::STAGE; }
+  DEVICE u32 stage(int row) const {
+    return block.base + Shared::PARTS + u32(row / CHANNEL_CHUNK) % STAGES * Shared::STAGE;
+  }
 
   DEVICE void load(int row) const {
     const u32 to = stage(row);
@@ -114,39 +121,58 @@ struct PreparedScan : LeftState<T, T, BD, M, REVERSE> {
                                                                                      from + From::SCORES);
   }
 
-  // One block of 16 tokens. Of each 16 columns of the state, its part of y and then its new value: these do not wait for
-  // each other.
+  // One block of 16 tokens. Of each 16 columns of the state, their part of y and then their new value: these do not wait
+  // for each other. y[0] is of the warp's own channels, y[1] of the other's.
   DEVICE void advance(int sub, u32 from) {
-    const int lane = block.tid % 32;
-    const u32 a_tile = fragment_lanes_crosswise<BD>(from + Shared::A, block.tid) + fragment_step<BD>(sub, 0);
-    const u32 b_tile = fragment_lanes<BD>(from + Shared::B, block.tid) + fragment_step<BD>(sub, 0);
-    const u32 decays = from + Shared::WHOLE + (sub * BD + lane % 4 * 4) * 4;
-    const u32 own = fragment_lanes_crosswise<M>(from + Shared::C, block.tid) + fragment_step<M>(sub, warp());
-    float y[2][4] = {};
-    u32 c[4], w[4];
-    ldmatrix_trans(c, own);
-    ldmatrix(w, from + Shared::SCORES + (16 * sub + lane % 16) * Shared::SCORE_ROW + lane / 16 * 16);
-    mma<T>(y[0], c[0], c[1], c[2], c[3], w[0], w[2]);
-    mma<T>(y[1], c[0], c[1], c[2], c[3], w[1], w[3]);
+    const int lane = block.tid % 32, first = warp() % 2 * COLUMNS;
+    const u32 a_tile = fragment_lanes_crosswise<BD>(from + Shared::A, block.tid) + Tile<BD>::at(16 * sub, first);
+    const u32 b_tile = fragment_lanes<BD>(from + Shared::B, block.tid) + Tile<BD>::at(16 * sub, first);
+    const u32 decays = from + Shared::WHOLE + (sub * BD + first + lane % 4 * 4) * 4;
+    const u32 c_tile = fragment_lanes_crosswise<M>(from + Shared::C, block.tid) + fragment_step<M>(sub, 0);
+    float y[2][2][4] = {};
+    u32 c[2][4], w[4];
 #pragma unroll
-    for (int k = 0; k < BD / 16; k++) {
+    for (int i = 0; i < 2; i++) ldmatrix_trans(c[i], c_tile + 32 * (warp() ^ i));
+    ldmatrix(w, from + Shared::SCORES + (16 * sub + lane % 16) * Shared::SCORE_ROW + lane / 16 * 16);
+    mma<T>(y[0][0], c[0][0], c[0][1], c[0][2], c[0][3], w[0], w[2]);
+    mma<T>(y[0][1], c[0][0], c[0][1], c[0][2], c[0][3], w[1], w[3]);
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; k++) {
       u32 a[4], b[4];
       ldmatrix(a, a_tile + 32 * k);
       ldmatrix_trans(b, b_tile + 32 * k);
       const uint4 both = ld_shared_v4(decays + 64 * k);
-      float (&s)[4] = state[2 * k], (&s2)[4] = state[2 * k + 1];
-      const u32 x0 = pack<T>(s[0], s[1]), x1 = pack<T>(s[2], s[3]), x2 = pack<T>(s2[0], s2[1]),
-                x3 = pack<T>(s2[2], s2[3]);
-      mma<T>(y[0], x0, x1, x2, x3, a[0], a[1]);
-      mma<T>(y[1], x0, x1, x2, x3, a[2], a[3]);
       const float lo = __uint_as_float(both.x), hi = __uint_as_float(both.y);
       const float lo2 = __uint_as_float(both.z), hi2 = __uint_as_float(both.w);
-      s[0] *= lo, s[1] *= hi, s[2] *= lo, s[3] *= hi;
-      s2[0] *= lo2, s2[1] *= hi2, s2[2] *= lo2, s2[3] *= hi2;
-      mma<T>(s, c[0], c[1], c[2], c[3], b[0], b[1]);
-      mma<T>(s2, c[0], c[1], c[2], c[3], b[2], b[3]);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float (&s)[4] = state[i * (COLUMNS / 8) + 2 * k], (&s2)[4] = state[i * (COLUMNS / 8) + 2 * k + 1];
+        const u32 x0 = pack<T>(s[0], s[1]), x1 = pack<T>(s[2], s[3]), x2 = pack<T>(s2[0], s2[1]),
+                  x3 = pack<T>(s2[2], s2[3]);
+        mma<T>(y[i][0], x0, x1, x2, x3, a[0], a[1]);
+        mma<T>(y[i][1], x0, x1, x2, x3, a[2], a[3]);
+        s[0] *= lo, s[1] *= hi, s[2] *= lo, s[3] *= hi;
+        s2[0] *= lo2, s2[1] *= hi2, s2[2] *= lo2, s2[3] *= hi2;
+        mma<T>(s, c[i][0], c[i][1], c[i][2], c[i][3], b[0], b[1]);
+        mma<T>(s2, c[i][0], c[i][1], c[i][2], c[i][3], b[2], b[3]);
+      }
     }
-    State::put_y(y, sub, from + Shared::C, own);
+    exchange(y, sub);
+    State::put_y(y[0], sub, from + Shared::C, c_tile + 32 * warp());
+  }
+
+  // Adds the other warp's part of y. Behind the barrier neither reads c any more, whose place y takes.
+  DEVICE void exchange(float (&y)[2][2][4], int sub) const {
+    const u32 parts = block.base + sub * (Shared::PARTS / CHANNEL_SUBS) + block.tid % 32 * 16;
+#pragma unroll
+    for (int i = 0; i < 2; i++) st_shared_v4(parts + warp() * Shared::PART + 512 * i, y[1][i]);
+    named_barrier_sync(1 + warp() / 2, 64);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint4 x = ld_shared_v4(parts + (warp() ^ 1) * Shared::PART + 512 * i);
+      y[0][i][0] += __uint_as_float(x.x), y[0][i][1] += __uint_as_float(x.y);
+      y[0][i][2] += __uint_as_float(x.z), y[0][i][3] += __uint_as_float(x.w);
+    }
   }
 
   // Copies are STAGES − 2 chunks ahead: one stage has y, which all warps store together.

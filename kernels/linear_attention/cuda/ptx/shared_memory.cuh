@@ -25,6 +25,10 @@ DEVICE u16* ld_shared_pointer(u32 address) {
 DEVICE void st_shared_b32(u32 address, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
+DEVICE void st_shared_v4(u32 address, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
 // Stores to global memory in one instruction: the compiler was seen to split an assignment of uint4 into four.
 DEVICE void st_global_v4(void* to, const uint4& x) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
