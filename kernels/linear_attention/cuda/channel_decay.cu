@@ -56,17 +56,18 @@ __global__ void __launch_bounds__(2 * BD, BLOCKS) channel_prepared_states(const 
   PreparedStates<T, BD, M, REVERSE, STAGES>(p, smem).run();
 }
 
-// The state before each run of segments, from the initial one, what each segment adds and its decay. One thread has one
-// number of it, and the loads of eight segments under way at once.
+// The state before each run of a part's segments, from that before the part, what each segment adds and its decay. One
+// thread has one number of it, and the loads of eight segments under way at once.
 template <int DK, int DV, bool REVERSE>
 __global__ void channel_prefix(const __grid_constant__ ChannelParams p) {
   const int i = blockIdx.x * 128 + threadIdx.x, states = p.segments - 1, head = blockIdx.y;
-  const int last = states / p.run_len * p.run_len;  // segments before the last run
+  const int segments = min(p.part, p.segments - p.first);          // of the part
+  const int last = (segments - 1) / p.run_len * p.run_len;  // before its last run
   if (i >= DK * DV) return;
   float* S = p.states + i64(head) * states * (DK * DV) + i;
   const float* decays = p.decays + i64(head) * states * DK + i / DV;
-  float sum = p.initial ? p.initial[i64(head) * (DK * DV) + i] : 0.f;
-  auto at = [&](int step) { return i64(REVERSE ? states - 1 - step : step); };
+  auto at = [&](int step) { return i64(REVERSE ? states - 1 - p.first - step : p.first + step); };
+  float sum = p.first ? S[at(-1) * (DK * DV)] : p.initial ? p.initial[i64(head) * (DK * DV) + i] : 0.f;
   constexpr int BATCH = 8;
   for (int step = 0; step < last; step += BATCH) {
     float added[BATCH], decay[BATCH];

@@ -53,7 +53,7 @@ POINTERS = Fields(
 )
 LAYOUT = Fields(
     {f"{name}_{dim}": "q" for name in _TENSORS for dim in ("batch", "token", "head")}
-    | dict.fromkeys(("N", "H", "segments", "segment_len", "run_len", "channels"), "i")
+    | dict.fromkeys(("N", "H", "segments", "segment_len", "part", "first", "run_len", "channels"), "i")
     | {"scale": "f", "unused": "i"}
 )
 # What a scan's a, b and c are (channel_decay_params.cuh).
@@ -278,6 +278,23 @@ def run_length(segments: int, blocks: int, slots: int) -> int:
     return min(range(segments, 0, -1), key=time)
 
 
+@functools.cache
+def part_length(segments: int, blocks: int, slots: tuple[int, int]) -> int:
+    """Segments that a prepared scan takes after one another's `prepare`: of all numbers of them with which it is
+    done first, the smallest, as the workspace is for one part.
+
+    slots: blocks of the scan, and of `states`, that the card runs at once. A segment takes `states` half as long.
+    """
+
+    def time(part: int) -> float:
+        length = run_length(part, blocks, slots[0])
+        runs = -(-part // length)
+        scan, summed = length * -(-runs * blocks // slots[0]), (runs - 1) * length
+        return -(-segments // part) * (scan + -(-summed * blocks // slots[1]) / 2)
+
+    return min(range(1, segments + 1), key=time)
+
+
 def unsupported_reason(q: Tensor, Dk: int, Dv: int) -> str | None:
     """Why the kernels cannot serve a call with such q, but Dk and Dv; None if they can."""
     B, N, H, _ = q.shape
@@ -323,7 +340,8 @@ class _Pass:
     scale: float
     segments: int
     segment_len: int
-    run_len: int  # segments that a block of the left scan takes in turn
+    part: int  # segments that the left scan's kernels take at a time
+    run_len: int  # of these, that a block of it takes in turn
     stream: int
 
     @classmethod
@@ -334,8 +352,10 @@ class _Pass:
         build = build_for(card(q.device)[0], TAGS[q.dtype], TAGS[gate.dtype], Dk, Dv)
         segments, length = segmentation(q, Dv)
         blocks, slots = left_blocks(build, q)
-        run_len = run_length(segments, blocks, slots)
-        return cls(build, tensors, scale, segments, length, run_len, raw_stream(q.device.index))
+        of_states = card(q.device)[1] * build.blocks[2]
+        part = part_length(segments, blocks, (slots, of_states)) if build.prepared else segments
+        run_len = run_length(part, blocks, slots)
+        return cls(build, tensors, scale, segments, length, part, run_len, raw_stream(q.device.index))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.tensors["q"].device)
@@ -346,17 +366,24 @@ class _Pass:
         states = self.empty(B, H, self.segments - 1, Dk, build.Dv)
         decays = self.empty(B, H, self.segments - 1, Dk)
         addresses = dict(outputs, states=states, decays=decays, initial=initial)
-        slices, chunks = build.Dv // build.slices[0], self.segments * self.segment_len // CHUNK
+        slices, chunks = build.Dv // build.slices[0], self.segment_len // CHUNK
         if build.prepared:
-            addresses["prepared"] = self.empty(B * H * chunks * build.prepared_chunk, dtype=torch.uint8)
-            self._launch(f"prepare {mode}", mode, (chunks, B * H, 1), PREPARE, addresses)
-        summed = (self.segments - 1) // self.run_len * self.run_len  # segments before the last run
-        if summed:
-            self._launch(f"states {mode}", mode, (summed, B * H, slices), STATES, addresses)
-        if summed > 1 or (summed and initial is not None):  # of one alone it is what `states` wrote
-            grid = -(-Dk * build.Dv // build.threads[PREFIX]), B * H, 1
-            self._launch(f"prefix {mode}", mode, grid, PREFIX, addresses)
-        self._launch(mode, mode, (-(-self.segments // self.run_len), B * H, slices), LEFT, addresses)
+            workspace = B * H * self.part * chunks * build.prepared_chunk
+            addresses["prepared"] = self.empty(workspace, dtype=torch.uint8)
+        for first in range(0, self.segments, self.part):
+            segments = min(self.part, self.segments - first)
+            runs = -(-segments // self.run_len)
+            summed = (runs - 1) * self.run_len  # segments before the last run
+            launch = functools.partial(self._launch, mode=mode, addresses=addresses, first=first)
+            if build.prepared:
+                launch(f"prepare {mode}", grid=(segments * chunks, B * H, 1), form=PREPARE)
+            if summed:
+                launch(f"states {mode}", grid=(summed, B * H, slices), form=STATES)
+            # Of one alone it is what `states` wrote.
+            if summed > 1 or (summed and (first or initial is not None)):
+                grid = -(-Dk * build.Dv // build.threads[PREFIX]), B * H, 1
+                launch(f"prefix {mode}", grid=grid, form=PREFIX)
+            launch(mode, grid=(runs, B * H, slices), form=LEFT)
         return states
 
     def right(self, mode: str, **addresses: Tensor | None) -> None:
@@ -371,6 +398,7 @@ class _Pass:
         grid: tuple[int, int, int],
         form: int,  # LEFT, …
         addresses: Mapping[str, Tensor | None],
+        first: int = 0,
     ) -> None:
         build, (_, N, H, Dk) = self.build, self.tensors["q"].shape
         operands = {
@@ -378,7 +406,7 @@ class _Pass:
         }
         layout = _layout(
             tuple(x.stride()[:3] for x in operands.values()),
-            *(N, H, self.segments, self.segment_len, self.run_len),
+            *(N, H, self.segments, self.segment_len, self.part, first, self.run_len),
             *(Dk if mode in ("DQ", "DK") else build.Dv, self.scale),
         )
         pointers = {name: x.data_ptr() for name, x in {**operands, **addresses}.items() if x is not None}

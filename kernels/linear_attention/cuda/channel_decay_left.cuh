@@ -89,7 +89,8 @@ struct LeftState {
     each_of_state(S, [](float s, float& to) { to = s; });
   }
 
-  // Scans a run of segments; the states between them are stored for the scans of the right form.
+  // Scans a run of segments; the states behind them are stored for the scans of the right form, but those that `prefix`
+  // has stored.
   template <typename F>
   DEVICE void each_segment(F scan) {
     const i64 numbers = i64(BD) * p.channels;
@@ -97,8 +98,9 @@ struct LeftState {
 #pragma unroll 1
     for (int i = 1;; i++) {
       scan();
-      if (i == p.run_len || block.is_last()) break;
+      if (block.is_last() || (i == p.run_len && !block.ends_part())) break;
       store_state(p.states + block.state_after() * numbers);
+      if (block.ends_part()) return;
       __syncthreads();
       block.enter_next();
     }

@@ -29,11 +29,12 @@ struct ChannelParams {
   // segment before adds, and its decay [B, H, segments − 1, Dk]; `final`: the state behind the last segment, or null
   float *states, *decays, *final;
   const float* initial;  // the state before the scan [B, H, Dk, Dv], or null: 0
-  char* prepared;        // PreparedChunk [B, H, segments, chunks of a segment], a workspace
+  char* prepared;        // PreparedChunk [B, H, part, chunks of a segment], a workspace
   ChannelStrides strides_a, strides_b, strides_c, strides_gate, strides_k;
   int N, H, segments, segment_len;
-  int run_len;   // segments that a block of the left scan takes in turn
-  int channels;  // of c and y
+  int part, first;  // these launches take so many segments, or what is left, from this one on, in the scan's direction
+  int run_len;      // segments that a block of the left scan takes in turn
+  int channels;     // of c and y
   float scale;
   int unused;
 };
@@ -83,7 +84,7 @@ DEVICE float2 swap_halves(float2 x) {
 }
 DEVICE float2 ld_shared_float2(const float* from) { return *reinterpret_cast<const float2*>(from); }
 
-// A block's head and segment, at first the step-th in the direction of the scan. Rows count in that direction, too: row 0
+// A block's head and segment, at first the step-th of the part in the direction of the scan. Rows count in that direction, too: row 0
 // is the segment's first token, in reverse its last.
 template <typename T, typename G, bool REVERSE>
 struct ChannelBlock {
@@ -93,7 +94,7 @@ struct ChannelBlock {
 
   DEVICE ChannelBlock(const ChannelParams& params, const char* smem, int step) : p(params) {
     tid = threadIdx.x, base = shared_address(smem), batch = blockIdx.y / p.H, head = blockIdx.y % p.H;
-    enter(REVERSE ? p.segments - 1 - step : step);
+    enter(REVERSE ? p.segments - 1 - p.first - step : p.first + step);
   }
   DEVICE void enter(int next) {
     segment = next, begin = segment * p.segment_len, length = min(p.segment_len, p.N - begin);
@@ -106,6 +107,7 @@ struct ChannelBlock {
   // The first segment of the scan, whose state before it is the initial one; the last one.
   DEVICE bool is_first() const { return segment == (REVERSE ? p.segments - 1 : 0); }
   DEVICE bool is_last() const { return segment == (REVERSE ? 0 : p.segments - 1); }
+  DEVICE bool ends_part() const { return (REVERSE ? p.segments - 1 - segment : segment) == p.first + p.part - 1; }
   // Among the states between segments, the one after this segment in the direction of the scan.
   DEVICE i64 state_after() const { return bh() * (p.segments - 1) + segment - (REVERSE ? 1 : 0); }
   // The state before this segment, of so many numbers; null: 0.

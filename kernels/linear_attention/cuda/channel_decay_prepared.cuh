@@ -16,7 +16,7 @@ struct PreparedChunk {
   // That of these blocks' head and of a segment, and row `row` of it.
   static DEVICE char* of(const ChannelParams& p, int segment, int row) {
     const int chunks = p.segment_len / CHANNEL_CHUNK;
-    return p.prepared + ((i64(blockIdx.y) * p.segments + segment) * chunks + row / CHANNEL_CHUNK) * BYTES;
+    return p.prepared + ((i64(blockIdx.y) * p.part + segment % p.part) * chunks + row / CHANNEL_CHUNK) * BYTES;
   }
 };
 

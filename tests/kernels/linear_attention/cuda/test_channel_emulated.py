@@ -29,9 +29,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch):
-    """The kernels on CPU tensors, in segments of so many tokens and runs of so many segments."""
+    """The kernels on CPU tensors, in segments of so many tokens, and parts and runs of so many segments."""
 
-    def pretend(segment_len: int, run_len: int = 1, arch: str = "sm_90a") -> None:
+    def pretend(segment_len: int, part: int = 9, run_len: int = 1, arch: str = "sm_90a") -> None:
         monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
         for kernels in (channel_decay, recurrence):
             monkeypatch.setattr(kernels, "card", lambda device: (arch, 132))
@@ -41,6 +41,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(
             channel_decay, "segmentation", lambda q, Dv: (-(-q.shape[1] // segment_len), segment_len)
         )
+        monkeypatch.setattr(channel_decay, "part_length", lambda *_: part)
         monkeypatch.setattr(channel_decay, "run_length", lambda *_: run_len)
         monkeypatch.setattr(recurrence, "segmentation", lambda N, *_: (-(-N // segment_len), segment_len))
 
@@ -107,26 +108,29 @@ def run(x, state, dstate, scale: float) -> dict[str, torch.Tensor]:
     return named((o, final, *gradients))
 
 
-CASES = [  # N, tokens of a segment, segments of a run, Dk, Dv, dtype, that of gates, how they fade
-    (70, 96, 1, 32, 64, BF16, FP32, "weak"),
-    (70, 32, 1, 32, 64, FP16, BF16, "mixed"),
-    (120, 32, 3, 32, 64, BF16, FP32, "weak"),
-    (120, 32, 2, 32, 160, BF16, FP32, "mixed"),  # prepared
+CASES = [  # N, tokens of a segment, segments of a part, of a run, Dk, Dv, dtype, that of gates, how they fade
+    (70, 96, 9, 1, 32, 64, BF16, FP32, "weak"),
+    (70, 32, 9, 1, 32, 64, FP16, BF16, "mixed"),
+    (120, 32, 9, 3, 32, 64, BF16, FP32, "weak"),
+    (120, 32, 9, 2, 32, 160, BF16, FP32, "mixed"),  # prepared
+    (170, 32, 3, 2, 32, 160, BF16, BF16, "weak"),  # in two parts, each of two runs
 ]
 SLOW = [
-    (100, 32, 1, 64, 32, BF16, BF16, "mixed"),
-    (70, 32, 1, 64, 128, BF16, FP32, "weak"),
-    (100, 64, 1, 128, 128, FP16, FP32, "mixed"),
-    (40, 32, 1, 32, 288, BF16, FP32, "mixed"),  # prepared; three groups of warps share a state's row
-    (100, 64, 1, 96, 256, BF16, FP32, "mixed"),  # two groups, which have roles
-    (70, 64, 1, 64, 288, BF16, BF16, "weak"),  # three; prepared
-    (100, 32, 2, 256, 512, BF16, FP32, "mixed"),  # four; prepared
+    (100, 32, 9, 1, 64, 32, BF16, BF16, "mixed"),
+    (70, 32, 9, 1, 64, 128, BF16, FP32, "weak"),
+    (100, 64, 9, 1, 128, 128, FP16, FP32, "mixed"),
+    (40, 32, 9, 1, 32, 288, BF16, FP32, "mixed"),  # prepared; three groups of warps share a state's row
+    (100, 64, 9, 1, 96, 256, BF16, FP32, "mixed"),  # two groups, which have roles
+    (70, 64, 9, 1, 64, 288, BF16, BF16, "weak"),  # three; prepared
+    (100, 32, 9, 2, 256, 512, BF16, FP32, "mixed"),  # four; prepared
+    (150, 32, 2, 1, 32, 160, FP16, FP32, "mixed"),  # prepared; the last part is shorter
+    (90, 32, 1, 1, 64, 288, BF16, BF16, "mixed"),  # a part for each segment
 ]
 SLOW_SM80 = [
-    (70, 32, 2, 32, 160, BF16, BF16, "mixed"),  # prepared
-    (70, 32, 2, 256, 256, BF16, FP32, "mixed"),  # prepared, as two slices do not fit otherwise
-    (40, 32, 1, 64, 512, BF16, FP32, "weak"),  # four groups without roles
-    (70, 64, 1, 96, 256, FP16, BF16, "mixed"),  # two groups with roles
+    (70, 32, 9, 2, 32, 160, BF16, BF16, "mixed"),  # prepared
+    (70, 32, 9, 2, 256, 256, BF16, FP32, "mixed"),  # prepared, as two slices do not fit otherwise
+    (40, 32, 9, 1, 64, 512, BF16, FP32, "weak"),  # four groups without roles
+    (70, 64, 9, 1, 96, 256, FP16, BF16, "mixed"),  # two groups with roles
 ]
 
 
@@ -141,8 +145,8 @@ def slow(cases: Iterable[tuple], *more: object) -> list:
 )
 def test_everything_at_once(case: tuple, arch: str, emulated) -> None:
     """Guards: o, the final state and all gradients, with an initial state; at most twice rounding's error."""
-    N, segment_len, run_len, Dk, Dv, dtype, gate_dtype, gates = case
-    emulated(segment_len, run_len, arch)
+    N, segment_len, part, run_len, Dk, Dv, dtype, gate_dtype, gates = case
+    emulated(segment_len, part, run_len, arch)
     x, state, dstate = inputs(N, Dk, Dv, dtype, gates)
     x = (*x[:3], x[3].to(gate_dtype), x[4])
     found, exact = run(x, state, dstate, 0.3), in_float64(x, state, dstate, 0.3)
@@ -181,6 +185,19 @@ RUNS = [  # segments, blocks of one, slots; segments of a run
 @pytest.mark.parametrize(("card", "run_len"), RUNS)
 def test_runs_fill_the_card(card: tuple[int, int, int], run_len: int) -> None:
     assert channel_decay.run_length(*card) == run_len
+
+
+PARTS = [  # segments, blocks of one, slots of the scan and of `states`; segments of a part
+    ((8, 64, (132, 132)), 4),
+    ((8, 16, (132, 132)), 8),  # half of them would leave the card half empty
+    ((8, 260, (132, 264)), 1),
+    ((1, 64, (132, 132)), 1),
+]
+
+
+@pytest.mark.parametrize(("card", "part"), PARTS)
+def test_parts_fill_the_card(card: tuple[int, int, tuple[int, int]], part: int) -> None:
+    assert channel_decay.part_length(*card) == part
 
 
 @pytest.mark.slow
