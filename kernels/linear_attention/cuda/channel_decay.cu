@@ -57,28 +57,35 @@ __global__ void __launch_bounds__(2 * BD, BLOCKS) channel_prepared_states(const 
 }
 
 // The state before each run of a part's segments, from that before the part, what each segment adds and its decay. One
-// thread has one number of it, and the loads of eight segments under way at once.
+// thread has four numbers of a row of it, and the loads of eight segments under way at once.
 template <int DK, int DV, bool REVERSE>
 __global__ void channel_prefix(const __grid_constant__ ChannelParams p) {
-  const int i = blockIdx.x * 128 + threadIdx.x, states = p.segments - 1, head = blockIdx.y;
-  const int segments = min(p.part, p.segments - p.first);          // of the part
+  const int i = 4 * (blockIdx.x * 128 + threadIdx.x), states = p.segments - 1, head = blockIdx.y;
+  const int segments = min(p.part, p.segments - p.first);   // of the part
   const int last = (segments - 1) / p.run_len * p.run_len;  // before its last run
   if (i >= DK * DV) return;
-  float* S = p.states + i64(head) * states * (DK * DV) + i;
-  const float* decays = p.decays + i64(head) * states * DK + i / DV;
-  auto at = [&](int step) { return i64(REVERSE ? states - 1 - p.first - step : p.first + step); };
-  float sum = p.first ? S[at(-1) * (DK * DV)] : p.initial ? p.initial[i64(head) * (DK * DV) + i] : 0.f;
+  auto at = [&](int step) {
+    return i64(head) * states + (REVERSE ? states - 1 - p.first - step : p.first + step);
+  };
+  auto S = [&](int step) { return reinterpret_cast<float4*>(p.states + at(step) * (DK * DV) + i); };
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (p.first)
+    sum = *S(-1);
+  else if (p.initial)
+    sum = *reinterpret_cast<const float4*>(p.initial + i64(head) * (DK * DV) + i);
   constexpr int BATCH = 8;
   for (int step = 0; step < last; step += BATCH) {
-    float added[BATCH], decay[BATCH];
+    float4 added[BATCH];
+    float decay[BATCH];
 #pragma unroll
     for (int k = 0; k < BATCH; k++)
-      if (step + k < last) added[k] = S[at(step + k) * (DK * DV)], decay[k] = decays[at(step + k) * DK];
+      if (step + k < last) added[k] = *S(step + k), decay[k] = p.decays[at(step + k) * DK + i / DV];
 #pragma unroll
     for (int k = 0; k < BATCH; k++)
       if (step + k < last) {
-        sum = sum * decay[k] + added[k];
-        if ((step + k + 1) % p.run_len == 0) S[at(step + k) * (DK * DV)] = sum;  // the scan stores the others
+        sum.x = sum.x * decay[k] + added[k].x, sum.y = sum.y * decay[k] + added[k].y;
+        sum.z = sum.z * decay[k] + added[k].z, sum.w = sum.w * decay[k] + added[k].w;
+        if ((step + k + 1) % p.run_len == 0) *S(step + k) = sum;  // the scan stores the others
       }
   }
 }

@@ -381,7 +381,7 @@ class _Pass:
                 launch(f"states {mode}", grid=(summed, B * H, slices), form=STATES)
             # Of one alone it is what `states` wrote.
             if summed > 1 or (summed and (first or initial is not None)):
-                grid = -(-Dk * build.Dv // build.threads[PREFIX]), B * H, 1
+                grid = -(-Dk * build.Dv // (4 * build.threads[PREFIX])), B * H, 1
                 launch(f"prefix {mode}", grid=grid, form=PREFIX)
             launch(mode, grid=(runs, B * H, slices), form=LEFT)
         return states
