@@ -164,6 +164,8 @@ class GLAAttention(Attention):
         if self.input_gate is not None:
             v = gate_values(v, self.input_gate(x_BNC))
         log_gate = F.logsigmoid(self.gate_up(self.gate_down(x_BNC)).float()) / self.temperature
+        if v.dtype == torch.bfloat16:  # its logits have no more bits
+            log_gate = log_gate.bfloat16()
         log_gate = log_gate.unflatten(-1, (self.n_head, -1))
         backend = self.backend if self.trains(state) else "auto"
         if state is None:
@@ -181,10 +183,10 @@ class GLAAttention(Attention):
         return gated_linear_attention_flops(1, seq_len, H, self.d_k // H, self.d_v // H) // seq_len
 
     def saved_activations_per_token(self) -> int:
-        # qkvr; the gates, in fp32, and what their logarithm is of; the states between segments, in fp32;
+        # qkvr; the gates and what their logarithm is of; the states between segments, in fp32;
         # o and the input of `proj`
         states = 2 * self.d_k * self.d_v // self.n_head // LONGEST_SEGMENT
-        saved = 2 * (self.d_k + self.d_v) + 3 * self.d_k + states + 2 * self.d_v
+        saved = 2 * (self.d_k + self.d_v) + 2 * self.d_k + states + 2 * self.d_v
         if self.conv is not None:
             saved += 2 * (2 * self.d_k + self.d_v)  # the convolution's input, and the SiLU's
         if self.unit_qk:

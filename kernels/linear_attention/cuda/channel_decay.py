@@ -231,9 +231,9 @@ build_for = functools.cache(Build)  # which keeps its kernels
 
 
 def specs() -> list[KernelSpec]:
-    """The builds that `lingpt kernels` compiles ahead: bf16 with gates in fp32, as `gla` trains."""
+    """The builds that `lingpt kernels` compiles ahead: bf16 with gates in bf16, as `gla` trains."""
     builds = (
-        Build(arch, "bf16", "float", Dk, Dv) for arch in supported_architectures() for Dk, Dv in HEAD_SHAPES
+        Build(arch, "bf16", "bf16", Dk, Dv) for arch in supported_architectures() for Dk, Dv in HEAD_SHAPES
     )
     return [build.spec for build in builds if build.unsupported_reason is None]
 
