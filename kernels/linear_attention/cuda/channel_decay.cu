@@ -64,9 +64,7 @@ __global__ void channel_prefix(const __grid_constant__ ChannelParams p) {
   const int segments = min(p.part, p.segments - p.first);   // of the part
   const int last = (segments - 1) / p.run_len * p.run_len;  // before its last run
   if (i >= DK * DV) return;
-  auto at = [&](int step) {
-    return i64(head) * states + (REVERSE ? states - 1 - p.first - step : p.first + step);
-  };
+  auto at = [&](int step) { return i64(head) * states + (REVERSE ? states - 1 - p.first - step : p.first + step); };
   auto S = [&](int step) { return reinterpret_cast<float4*>(p.states + at(step) * (DK * DV) + i); };
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   if (p.first)

@@ -280,10 +280,10 @@ def run_length(segments: int, blocks: int, slots: int) -> int:
 
 @functools.cache
 def part_length(segments: int, blocks: int, slots: tuple[int, int]) -> int:
-    """Segments that a prepared scan takes after one another's `prepare`: of all numbers of them with which it is
-    done first, the smallest, as the workspace is for one part.
+    """Segments of a part, prepared and scanned before the next: the workspace is for one part. Of the
+    lengths with which all parts are done first, the shortest.
 
-    slots: blocks of the scan, and of `states`, that the card runs at once. A segment takes `states` half as long.
+    slots: blocks of the scan, and of `states`, which takes half as long, that the card runs at once.
     """
 
     def time(part: int) -> float:

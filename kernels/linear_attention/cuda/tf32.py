@@ -26,7 +26,7 @@ from lingpt.kernels.numerics import LOG_ZERO, NORM_EPS
 SOURCE = "tf32.cu"
 HEAD_DIMS = (32, 64, 128, 256)  # to compile ahead
 WIDEST = 288  # head_dim is a multiple of 8
-SLICE = 64  # channels of c that a block has at most, or twice as many
+SLICE = 64  # channels of c that a block has at most, or twice as many if it is `wide`
 SHORTEST_SEGMENT = 64  # tokens
 ROW_THREADS, ROW_LANES, PREFIX_THREADS = 256, 8, 128
 
