@@ -376,20 +376,20 @@ class _Pass:
             summed = (runs - 1) * self.run_len  # segments before the last run
             launch = functools.partial(self._launch, mode=mode, addresses=addresses, first=first)
             if build.prepared:
-                launch(f"prepare {mode}", grid=(segments * chunks, B * H, 1), form=PREPARE)
+                launch(f"prepare {mode}", grid=(chunks, B * H, segments), form=PREPARE)
             if summed:
-                launch(f"states {mode}", grid=(summed, B * H, slices), form=STATES)
+                launch(f"states {mode}", grid=(slices, B * H, summed), form=STATES)
             # Of one alone it is what `states` wrote.
             if summed > 1 or (summed and (first or initial is not None)):
                 grid = -(-Dk * build.Dv // (4 * build.threads[PREFIX])), B * H, 1
                 launch(f"prefix {mode}", grid=grid, form=PREFIX)
-            launch(mode, grid=(runs, B * H, slices), form=LEFT)
+            launch(mode, grid=(slices, B * H, runs), form=LEFT)
         return states
 
     def right(self, mode: str, **addresses: Tensor | None) -> None:
         """Scans dq or dk."""
         B, _, H, Dk = self.tensors["q"].shape
-        self._launch(mode, mode, (self.segments, B * H, Dk // self.build.slices[1]), RIGHT, addresses)
+        self._launch(mode, mode, (Dk // self.build.slices[1], B * H, self.segments), RIGHT, addresses)
 
     def _launch(
         self,

@@ -40,7 +40,7 @@ struct LeftState {
   DEVICE LeftState(const ChannelParams& params, const char* shared, int first_segment)
       : p(params), block(params, shared, first_segment) {}
   DEVICE int warp() const { return block.tid / 32; }
-  DEVICE int slice() const { return blockIdx.z * M; }
+  DEVICE int slice() const { return blockIdx.x * M; }
 
   // y, by stmatrix where there is one; elsewhere lanes of neighbouring channels exchange a token, so that each has two
   // channels of one.
@@ -118,7 +118,7 @@ struct LeftScan : LeftState<T, G, BD, M, REVERSE> {
 
   char* smem;
 
-  DEVICE LeftScan(const ChannelParams& params, char* shared) : LeftScan(params, shared, blockIdx.x * params.run_len) {}
+  DEVICE LeftScan(const ChannelParams& params, char* shared) : LeftScan(params, shared, blockIdx.z * params.run_len) {}
   DEVICE LeftScan(const ChannelParams& params, char* shared, int first_segment)
       : State(params, shared, first_segment), smem(shared) {}
   DEVICE u32 c_tile(int row) const { return block.base + Shared::C + row / CHANNEL_CHUNK % 2 * Tile<M>::SIZE; }

@@ -84,8 +84,11 @@ DEVICE float2 swap_halves(float2 x) {
 }
 DEVICE float2 ld_shared_float2(const float* from) { return *reinterpret_cast<const float2*>(from); }
 
-// A block's head and segment, at first the step-th of the part in the direction of the scan. Rows count in that direction, too: row 0
-// is the segment's first token, in reverse its last.
+// A block's head and segment, at first the step-th of the part in the direction of the scan. Rows count in that direction,
+// too: row 0 is the segment's first token, in reverse its last.
+//
+// A grid has the slices of a head (`prepare`: the chunks of a segment), the heads, and the segments or runs: slices, which
+// read the same a and b, run side by side, so that L2 has these for all but the first.
 template <typename T, typename G, bool REVERSE>
 struct ChannelBlock {
   const ChannelParams& p;

@@ -29,8 +29,8 @@ struct PrepareChunk : LeftScan<T, G, PART, PART, REVERSE> {
   static constexpr int OWN_TASKS = (TASKS + WARPS - 1) / WARPS;
 
   DEVICE PrepareChunk(const ChannelParams& params, char* shared)
-      : Scan(params, shared, blockIdx.x / (params.segment_len / CHANNEL_CHUNK)) {}
-  DEVICE int row() const { return blockIdx.x % (p.segment_len / CHANNEL_CHUNK) * CHANNEL_CHUNK; }
+      : Scan(params, shared, blockIdx.z) {}
+  DEVICE int row() const { return blockIdx.x * CHANNEL_CHUNK; }
 
   DEVICE void load(int column) const {
     block.template load_gates<PART, THREADS>(block.base + Shared::GATES, column, row());
@@ -104,7 +104,7 @@ struct PreparedScan : LeftState<T, T, BD, M, REVERSE, true> {
   using State::p, State::block, State::state, State::THREADS, State::warp, State::slice;
   static constexpr int COLUMNS = BD / 2;  // of the state, which a warp has
 
-  DEVICE PreparedScan(const ChannelParams& params, char* shared) : State(params, shared, blockIdx.x * params.run_len) {}
+  DEVICE PreparedScan(const ChannelParams& params, char* shared) : State(params, shared, blockIdx.z * params.run_len) {}
   DEVICE u32 stage(int row) const {
     return block.base + Shared::PARTS + u32(row / CHANNEL_CHUNK) % STAGES * Shared::STAGE;
   }
@@ -225,8 +225,8 @@ struct PreparedStates {
   float state[2][COLUMNS / 8][4] = {};
   float all[4] = {1.f, 1.f, 1.f, 1.f};  // the segment's decays, of channels g, g + 8, g + 16, g + 24
 
-  DEVICE PreparedStates(const ChannelParams& params, char* shared) : p(params), block(params, shared, blockIdx.x) {}
-  DEVICE int slice() const { return blockIdx.z * M; }
+  DEVICE PreparedStates(const ChannelParams& params, char* shared) : p(params), block(params, shared, blockIdx.z) {}
+  DEVICE int slice() const { return blockIdx.x * M; }
   DEVICE int own() const { return block.tid / 64 * 32; }              // the warp's first channel of b
   DEVICE int column() const { return block.tid / 32 % 2 * COLUMNS; }  // and of the slice
   DEVICE u32 stage(int row) const { return block.base + u32(row / CHANNEL_CHUNK) % STAGES * Shared::STAGE; }
@@ -283,7 +283,7 @@ struct PreparedStates {
         const float (&s)[4] = state[i / 2][n];
         *reinterpret_cast<float2*>(S + i64(channel) * V + 8 * n) = make_float2(s[i % 2 * 2], s[i % 2 * 2 + 1]);
       }
-      if (t == 0 && column() == 0 && blockIdx.z == 0) p.decays[after * BD + channel] = all[i];
+      if (t == 0 && column() == 0 && slice() == 0) p.decays[after * BD + channel] = all[i];
     }
   }
 

@@ -47,10 +47,10 @@ struct RightScan {
   float state[PART / 8][4] = {};  // S, 8 columns each
 
   DEVICE RightScan(const ChannelParams& params, char* shared)
-      : p(params), block(params, shared, blockIdx.x), smem(shared) {}
+      : p(params), block(params, shared, blockIdx.z), smem(shared) {}
   DEVICE int warp() const { return block.tid / 32 % (M / 16); }
   DEVICE int group() const { return block.tid / 32 / (M / 16); }
-  DEVICE int slice() const { return blockIdx.z * M; }
+  DEVICE int slice() const { return blockIdx.x * M; }
   DEVICE float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
   DEVICE u32 c_tile(int row) const {
     return block.base + Shared::C + u32(row / CHANNEL_CHUNK) % Shared::STAGES * Shared::SLICE;

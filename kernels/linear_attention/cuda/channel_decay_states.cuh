@@ -24,8 +24,8 @@ struct SegmentStates {
   float state[M / 8][4] = {};   // S, 8 columns each
   float later[2] = {1.f, 1.f};  // the decay of all later tokens, of channels g and g + 8
 
-  DEVICE SegmentStates(const ChannelParams& params, char* shared) : p(params), block(params, shared, blockIdx.x) {}
-  DEVICE int slice() const { return blockIdx.z * M; }
+  DEVICE SegmentStates(const ChannelParams& params, char* shared) : p(params), block(params, shared, blockIdx.z) {}
+  DEVICE int slice() const { return blockIdx.x * M; }
   DEVICE int own() const { return block.tid / 32 * 16; }  // the warp's first channel of b
   DEVICE u32 stage(int chunk) const { return block.base + u32(chunk) % STAGES * Shared::STAGE; }
 
@@ -134,7 +134,7 @@ struct SegmentStates {
 #pragma unroll
       for (int n = 0; n < M / 8; n++)
         *reinterpret_cast<float2*>(S + i64(channel) * V + 8 * n) = make_float2(state[n][2 * i], state[n][2 * i + 1]);
-      if (t == 0 && blockIdx.z == 0) p.decays[after * BD + channel] = later[i];
+      if (t == 0 && slice() == 0) p.decays[after * BD + channel] = later[i];
     }
   }
 
