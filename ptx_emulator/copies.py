@@ -1,4 +1,4 @@
-"""cp.async: the bytes arrive only when their thread waits for them."""
+"""cp.async, whose bytes arrive only when their thread waits for them; prefetches, which do nothing."""
 
 from __future__ import annotations
 
@@ -97,6 +97,20 @@ def _cp(m: Machine, code: Instruction) -> Operation:
     if re.fullmatch(r"cp\.async\.c[ag]\.shared\.global", code.opcode):
         return _copy(m, code, copies)
     raise UnknownInstruction("this form of cp")
+
+
+@builds("prefetch")
+def _prefetch(m: Machine, code: Instruction) -> Operation:
+    """An address out of bounds is an error, although the hardware forgives it."""
+    if code.opcode != "prefetch.global.L2":
+        raise UnknownInstruction("this form of prefetch")
+    source = m.addresses(code.operands[0])
+
+    def prefetch(mask: Mask) -> None:
+        lanes = m.lanes(mask)
+        m.memory.check(source(lanes).astype(np.uint64), 1, 1, lanes)
+
+    return prefetch
 
 
 def _copy(m: Machine, code: Instruction, copies: Copies) -> Operation:

@@ -92,6 +92,9 @@ extern "C" __global__ void running_sum(const float* a, float* out) {  // in fp64
 extern "C" __global__ void past_the_end(const int* a, int* out, int shift) {
   out[threadIdx.x] = a[threadIdx.x + shift];
 }
+extern "C" __global__ void prefetch_past_the_end(const int* a, int shift) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(a + threadIdx.x + shift));
+}
 extern "C" __global__ void misaligned(const char* a, int* out) {
   out[threadIdx.x] = *reinterpret_cast<const int*>(a + 4 * threadIdx.x + (threadIdx.x == 9));
 }

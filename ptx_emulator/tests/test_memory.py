@@ -15,6 +15,9 @@ def test_an_access_out_of_bounds_is_found(launch, probes) -> None:
     assert torch.equal(a, out)
     with pytest.raises(MemcheckError, match=r"past_the_end.*probes.cu:\d+.*thread 127: 4 bytes .* byte 512"):
         launch("past_the_end", a, out, 1)
+    launch("prefetch_past_the_end", a, 0)
+    with pytest.raises(MemcheckError, match=r"thread 127: 1 bytes .* byte 512"):
+        launch("prefetch_past_the_end", a, 1)
     with pytest.raises(MemcheckError, match=r"thread 9: .* not a multiple of 4"):
         launch("misaligned", torch.arange(129, dtype=torch.int32), out)
     with pytest.raises(MemcheckError, match="thread 0"), Memory(a):

@@ -28,8 +28,7 @@ struct PrepareChunk : LeftScan<T, G, PART, PART, REVERSE> {
   using Scan::p, Scan::block, Scan::smem, Scan::THREADS, Scan::WARPS, Scan::TASKS, Scan::warp;
   static constexpr int OWN_TASKS = (TASKS + WARPS - 1) / WARPS;
 
-  DEVICE PrepareChunk(const ChannelParams& params, char* shared)
-      : Scan(params, shared, blockIdx.z) {}
+  DEVICE PrepareChunk(const ChannelParams& params, char* shared) : Scan(params, shared, blockIdx.z) {}
   DEVICE int row() const { return blockIdx.x * CHANNEL_CHUNK; }
 
   DEVICE void load(int column) const {

@@ -70,6 +70,18 @@ struct RightScan {
     block.template load<M, THREADS>(c_tile(row), p.c + slice(), p.strides_c, row);
     block.template load<BD, THREADS>(a_tile(row), p.a, p.strides_a, row);
     block.template load<BD, THREADS>(b_tile(row), p.b, p.strides_b, row);
+    if (REVERSE) prefetch(row);
+  }
+  // What sum_dgate will read of these rows, a line of 128 bytes a thread: it would wait long for HBM.
+  DEVICE void prefetch(int row) const {
+    constexpr int LINES = (2 * M + 127) / 128;
+#pragma unroll 1
+    for (int i = block.tid; i < 3 * LINES * CHANNEL_CHUNK; i += THREADS) {
+      const int r = row + i % CHANNEL_CHUNK, tensor = i / CHANNEL_CHUNK % 3, column = i / (3 * CHANNEL_CHUNK) * 64;
+      if (r >= block.length) continue;
+      const u16* own = block.start(p.k, p.strides_k) + block.token(r) * p.strides_k.token + slice();
+      prefetch_l2((tensor == 0 ? own : (tensor == 1 ? p.dq : p.dq_rest) + element(r, 0)) + column);
+    }
   }
 
   // A thread has two channels of half a block of 16 tokens; the lane 16 further has the other half. There is one for each

@@ -1,4 +1,4 @@
-// Asynchronous copies from global to shared memory (cp.async), 16 or 4 bytes per thread.
+// Asynchronous copies from global to shared memory (cp.async), 16 or 4 bytes per thread; prefetches.
 #pragma once
 #include "ptx/numbers.cuh"
 
@@ -9,6 +9,8 @@ DEVICE void copy_async_16(u32 dst, const void* src, bool valid) {
 DEVICE void copy_async_4(u32 dst, const void* src, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(valid ? 4 : 0));
 }
+// To L2 alone, for loads later on.
+DEVICE void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;"); }
 template <int PENDING>
 DEVICE void copy_async_wait() {
