@@ -8,7 +8,7 @@
 //
 // A warp owns 16 channels of the slice, and one of GROUPS parts of the channels of a and b, which are summed up. With
 // ROLES the groups share the other work, too: while the first finishes a chunk's y, others weigh c of the next chunk,
-// compute its a·b, and sum up the gates' gradient. For this a, b, c and the gates have a stage more.
+// compute its a·b, copy the one after that, and sum up the gates' gradient. For this a, b, c and the gates have a stage more.
 #pragma once
 #include "channel_decay_params.cuh"
 
@@ -65,18 +65,24 @@ struct RightScan {
     return floats(Shared::SCORES + u32(row / CHANNEL_CHUNK) % Shared::SCORE_STAGES * Shared::SCORE_STAGE);
   }
 
+  // Of four groups the last two copy: the first ones have more to do meanwhile.
+  static constexpr int COPIERS = ROLES && GROUPS > 3 ? THREADS / 2 : THREADS;
+
   DEVICE void load(int row) const {
-    block.template load_gates<M, THREADS>(gate_tile(row), slice(), row);
-    block.template load<M, THREADS>(c_tile(row), p.c + slice(), p.strides_c, row);
-    block.template load<BD, THREADS>(a_tile(row), p.a, p.strides_a, row);
-    block.template load<BD, THREADS>(b_tile(row), p.b, p.strides_b, row);
-    if (REVERSE) prefetch(row);
+    if (block.tid < THREADS - COPIERS) return;
+    auto copier = block;
+    copier.tid -= THREADS - COPIERS;
+    copier.template load_gates<M, COPIERS>(gate_tile(row), slice(), row);
+    copier.template load<M, COPIERS>(c_tile(row), p.c + slice(), p.strides_c, row);
+    copier.template load<BD, COPIERS>(a_tile(row), p.a, p.strides_a, row);
+    copier.template load<BD, COPIERS>(b_tile(row), p.b, p.strides_b, row);
+    if (REVERSE) prefetch(row, copier.tid);
   }
   // What sum_dgate will read of these rows, a line of 128 bytes a thread: it would wait long for HBM.
-  DEVICE void prefetch(int row) const {
+  DEVICE void prefetch(int row, int copier) const {
     constexpr int LINES = (2 * M + 127) / 128;
 #pragma unroll 1
-    for (int i = block.tid; i < 3 * LINES * CHANNEL_CHUNK; i += THREADS) {
+    for (int i = copier; i < 3 * LINES * CHANNEL_CHUNK; i += COPIERS) {
       const int r = row + i % CHANNEL_CHUNK, tensor = i / CHANNEL_CHUNK % 3, column = i / (3 * CHANNEL_CHUNK) * 64;
       if (r >= block.length) continue;
       const u16* own = block.start(p.k, p.strides_k) + block.token(r) * p.strides_k.token + slice();
@@ -326,8 +332,8 @@ struct RightScan {
       run_together();
   }
 
-  // The groups that weigh c, compute a·b and sum up the gates' gradient; named barriers.
-  static constexpr int WEIGHING = 1, SCORING = GROUPS > 2 ? 2 : 1, SUMMING = GROUPS > 3 ? 3 : 0;
+  // The groups that weigh c, compute a·b, and sum up the gates' gradient; named barriers.
+  static constexpr int WEIGHING = GROUPS > 2 ? 2 : 1, SCORING = 1, SUMMING = GROUPS > 3 ? 3 : 0;
   static constexpr int FINISHED = 1, SUMMED = 2;
 
   DEVICE void run_by_roles() {
