@@ -200,6 +200,7 @@ struct RightScan {
     const float* scores = scores_of(chunk) + u.row * SCORE_ROW + 8 * u.upper;
     float2 from_start = make_float2(1.f, 1.f), c[8];
     const i64 start = element(chunk + u.row, u.column), step = row_step();
+    const int rows = block.length - chunk - u.row;
 #pragma unroll
     for (int r = 0; r < 8; r++) {
       const float2 alpha = decay(unpack_gates<G>(gates + r * Gates::ROW));
@@ -216,14 +217,11 @@ struct RightScan {
       for (int j = 0; j < r; j++) c[j] = c[j] * alpha, y = y + c[j] * w[j];
       y = (y + c[r] * w[r]) * p.scale;
       if (REVERSE) *reinterpret_cast<float2*>(before + r * Y_ROW) = y;
-      if (chunk + u.row + r < block.length) {
-        const i64 at = start + r * step;
-        const u32 rounded = pack<T>(y.x, y.y);
-        *reinterpret_cast<u32*>(p.y + at) = rounded;
-        if (!REVERSE) {
-          const float2 z = unpack<T>(rounded);
-          *reinterpret_cast<u32*>(p.y_rest + at) = pack<T>(y.x - z.x, y.y - z.y);
-        }
+      const u32 rounded = pack<T>(y.x, y.y);
+      st_global_b32_if(p.y + start + r * step, rounded, r < rows);
+      if (!REVERSE) {
+        const float2 z = unpack<T>(rounded);
+        st_global_b32_if(p.y_rest + start + r * step, pack<T>(y.x - z.x, y.y - z.y), r < rows);
       }
     }
   }

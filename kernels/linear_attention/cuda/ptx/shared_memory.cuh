@@ -29,9 +29,15 @@ DEVICE void st_shared_v4(u32 address, const float (&x)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");
 }
-// Stores to global memory in one instruction: the compiler was seen to split an assignment of uint4 into four.
+// Stores to global memory in one instruction: the compiler was seen to split an assignment of uint4 into four, and to
+// branch around one on a condition.
 DEVICE void st_global_v4(void* to, const uint4& x) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
+}
+DEVICE void st_global_b32_if(void* to, u32 x, bool condition) {
+  asm volatile(
+      "{\n.reg .pred condition;\nsetp.ne.u32 condition, %2, 0;\n@condition st.global.b32 [%0], %1;\n}" ::"l"(to),
+      "r"(x), "r"(u32(condition)));
 }
 
 // A tile of ROWS rows of 16-bit numbers consists of panels of 64 columns, one after another, with rows of 128 bytes.
