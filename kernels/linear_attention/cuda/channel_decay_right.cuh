@@ -200,7 +200,6 @@ struct RightScan {
     const float* scores = scores_of(chunk) + u.row * SCORE_ROW + 8 * u.upper;
     float2 from_start = make_float2(1.f, 1.f), c[8];
     const i64 start = element(chunk + u.row, u.column), step = row_step();
-    const int rows = block.length - chunk - u.row;
 #pragma unroll
     for (int r = 0; r < 8; r++) {
       const float2 alpha = decay(unpack_gates<G>(gates + r * Gates::ROW));
@@ -218,10 +217,10 @@ struct RightScan {
       y = (y + c[r] * w[r]) * p.scale;
       if (REVERSE) *reinterpret_cast<float2*>(before + r * Y_ROW) = y;
       const u32 rounded = pack<T>(y.x, y.y);
-      st_global_b32_if(p.y + start + r * step, rounded, r < rows);
+      st_global_b32_if(p.y + start + r * step, rounded, chunk + u.row + r < block.length);
       if (!REVERSE) {
         const float2 z = unpack<T>(rounded);
-        st_global_b32_if(p.y_rest + start + r * step, pack<T>(y.x - z.x, y.y - z.y), r < rows);
+        st_global_b32_if(p.y_rest + start + r * step, pack<T>(y.x - z.x, y.y - z.y), chunk + u.row + r < block.length);
       }
     }
   }
@@ -244,14 +243,18 @@ struct RightScan {
       dq[r] = *reinterpret_cast<const u32*>(p.dq + first + on * step);
       dq_rest[r] = *reinterpret_cast<const u32*>(p.dq_rest + first + on * step);
     }
-    finished();
-    float* y = floats(Shared::Y) + u.row * Y_ROW + u.column;
-    float2 sum = make_float2(0.f, 0.f);
+    float2 of_q[8], sum = make_float2(0.f, 0.f);
 #pragma unroll
     for (int r = 0; r < 8; r++) {
       const float2 q = unpack<T>(ld_shared_b32(c_tile(chunk) + Tile<M>::at(u.row, u.column) + r * Tile<M>::ROW));
+      of_q[r] = q * (unpack<T>(dq[r]) + unpack<T>(dq_rest[r]));
+    }
+    finished();
+    float* y = floats(Shared::Y) + u.row * Y_ROW + u.column;
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
       const float2 dk = ld_shared_float2(y + r * Y_ROW);
-      sum = sum + q * (unpack<T>(dq[r]) + unpack<T>(dq_rest[r])) + unpack<T>(k[r]) * dk * -1.f;
+      sum = sum + of_q[r] + unpack<T>(k[r]) * dk * -1.f;
       *reinterpret_cast<float2*>(y + r * Y_ROW) = sum;
     }
     *reinterpret_cast<float2*>(floats(Shared::TOTALS) + (2 * u.sub + u.upper) * M + u.column) = sum;
@@ -360,6 +363,7 @@ struct RightScan {
       copy_async_commit();
       block.recompute_addresses();
       if (group() == 0) finish(row);
+      block.recompute_addresses();
       if (REVERSE) add_dgate(row, later);
       if (next < block.length) weigh_and_score(next);
       block.recompute_addresses();
