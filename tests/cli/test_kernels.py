@@ -75,7 +75,7 @@ def test_what_gla_trains_with_is_compiled_ahead(capsys: pytest.CaptureFixture) -
     for shape in MODELS.values():
         Dk, Dv = (max(32, shape["n_embd"] // parts) for parts in (8, 4))  # of four heads; padded
         if Dk <= channel_decay.MOST_KEYS:
-            assert any(f"bf16, gates float, Dk = {Dk}, Dv = {Dv} " in line for line in ours), shape
+            assert any(f"bf16, gates bf16, Dk = {Dk}, Dv = {Dv} " in line for line in ours), shape
 
 
 @pytest.mark.nvrtc
