@@ -155,6 +155,15 @@ struct ChannelBlock {
       if (i < PIECES) copy_async_16(to + i / ROW_PIECES * ROW + i % ROW_PIECES * 16, from + 16 * i, true);
     }
   }
+  // To L2: LINES of 128 bytes of each of so many rows, CHANNEL_CHUNK at most, `row_bytes` apart. Loads would wait long for HBM.
+  template <int LINES, int THREADS>
+  DEVICE void prefetch(const void* from, i64 row_bytes, int rows) const {
+#pragma unroll 1
+    for (int i = tid; i < LINES * CHANNEL_CHUNK; i += THREADS) {
+      const int r = i % CHANNEL_CHUNK;
+      if (r < rows) prefetch_l2(static_cast<const char*>(from) + r * row_bytes + i / CHANNEL_CHUNK * 128);
+    }
+  }
   // COLUMNS columns of CHANNEL_CHUNK rows; rows past the segment's end are zeros.
   template <int COLUMNS, int THREADS, typename TILE = Tile<COLUMNS>>
   DEVICE void load(u32 tile, const u16* x, const ChannelStrides& s, int row) const {

@@ -76,17 +76,13 @@ struct RightScan {
     copier.template load<M, COPIERS>(c_tile(row), p.c + slice(), p.strides_c, row);
     copier.template load<BD, COPIERS>(a_tile(row), p.a, p.strides_a, row);
     copier.template load<BD, COPIERS>(b_tile(row), p.b, p.strides_b, row);
-    if (REVERSE) prefetch(row, copier.tid);
-  }
-  // What sum_dgate will read of these rows, a line of 128 bytes a thread: it would wait long for HBM.
-  DEVICE void prefetch(int row, int copier) const {
-    constexpr int LINES = (2 * M + 127) / 128;
-#pragma unroll 1
-    for (int i = copier; i < 3 * LINES * CHANNEL_CHUNK; i += COPIERS) {
-      const int r = row + i % CHANNEL_CHUNK, tensor = i / CHANNEL_CHUNK % 3, column = i / (3 * CHANNEL_CHUNK) * 64;
-      if (r >= block.length) continue;
-      const u16* own = block.start(p.k, p.strides_k) + block.token(r) * p.strides_k.token + slice();
-      prefetch_l2((tensor == 0 ? own : (tensor == 1 ? p.dq : p.dq_rest) + element(r, 0)) + column);
+    if (REVERSE) {  // what sum_dgate will read
+      constexpr int LINES = (2 * M + 127) / 128;
+      const u16* k = block.start(p.k, p.strides_k) + block.token(row) * p.strides_k.token + slice();
+      const i64 first = element(row, 0), step = 2 * row_step();
+      copier.template prefetch<LINES, COPIERS>(k, 2 * block.step(p.strides_k.token), block.length - row);
+      copier.template prefetch<LINES, COPIERS>(p.dq + first, step, block.length - row);
+      copier.template prefetch<LINES, COPIERS>(p.dq_rest + first, step, block.length - row);
     }
   }
 
