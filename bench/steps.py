@@ -75,7 +75,6 @@ USUAL_LENGTH, SWEPT = 8192, ("pythia-160m", "pythia-1.4b")  # every size at this
 TOKENS, ROUNDS = 131072, 2
 # A turn is WARMUP_STEPS untimed steps, then at least MIN_STEPS and MIN_SECONDS, at most MAX_SECONDS.
 WARMUP_STEPS, MIN_STEPS, MIN_SECONDS, MAX_SECONDS = 2, 3, 2.0, 15.0
-KINDS_OF_LAYERS = 8  # at most, of an attention: each is compiled once per shape
 
 
 class Shape(NamedTuple):
@@ -194,9 +193,7 @@ def bench_steps(
     for shape in shapes:
         todo = [name for name in names if not results.is_done(*shape, name)]
         recipes = _recipes(shape, tokens_per_step, micro_batch_tokens, machine, names) if todo else {}
-        torch.compiler.reset()
-        limit = KINDS_OF_LAYERS * len(names)  # beyond it PyTorch would run eagerly
-        with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # instead of running eagerly
             for n, name in itertools.product(range(1, rounds + 1), todo):
                 row = results.row(*shape, name) if n > 1 else None
                 row = row or _new_row(name, recipes[name], machine)
@@ -297,6 +294,7 @@ def _time_round(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) 
     if row.attention not in IDENTITIES:
         config = recipe.model.config()
         kernels = attention_kernels(config, device, machine.precision)
+    torch.compiler.reset()  # or blocks would be broken into graphs where another attention broke them
     began = time.perf_counter()
     trained = Trained(recipe, row.attention, parallel)
     trained.step()

@@ -13,8 +13,10 @@ from lingpt.bench.steps import Identity, Shape, bench_steps, choose_shapes
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.data import Batch, DataConfig
+from lingpt.kernels import gated_linear_attention
 from lingpt.models import GPT, Config, ModelArgs
-from lingpt.train import Recipe, TrainConfig
+from lingpt.models.attention import gla
+from lingpt.train import Recipe, TrainConfig, compilation, model
 from lingpt.train.planning.machine import choose_machine
 from lingpt.train.planning.memory_fit import memory_needed
 from lingpt.train.runs.environment import git_revision, package_hash
@@ -73,6 +75,33 @@ def test_every_attention_takes_its_turn(tmp_path: Path, monkeypatch, capsys):
     assert text.count("| demo | 16 | 4 |") == 5 and "| oom: out of memory |" in text
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {12}
     assert "demo N = 16, ours" in capsys.readouterr().out
+
+
+def test_one_attention_breaks_no_graph_of_another(monkeypatch):
+    """FLA's kernels break a block's graph. Guards: `gla`, timed after them in the same process, ran in their
+    pieces, 3 % slower at pythia-1.4b."""
+    graphs: dict[str, list[int]] = {}
+    run: list[torch.fx.GraphModule] = []
+
+    def counting(graph, inputs):
+        return lambda *args: run.append(graph) or graph.forward(*args)
+
+    def turn(session, row, work):
+        run.clear()
+        work(row)
+        graphs.setdefault(row.attention, []).append(len(run))
+
+    def choose(name, q, Dv):
+        return {"auto": "chunkwise"}.get(name, name)
+
+    monkeypatch.setattr(compilation, "compile_options", lambda: {"dynamic": False, "backend": counting})
+    monkeypatch.setattr(model, "compiles", lambda recipe, device: True)
+    monkeypatch.setattr(gated_linear_attention, "fla_attention", gated_linear_attention._chunkwise)
+    monkeypatch.setattr(gated_linear_attention, "choose", choose)
+    monkeypatch.setattr(gla, "choose", choose)
+    monkeypatch.setattr(steps.Session, "turn", turn)
+    bench_steps(["demo"], [16], ["gla", "gla-fla"], rounds=2, **ON_A_CPU)
+    assert graphs["gla"][0] == graphs["gla"][1] < graphs["gla-fla"][0] == graphs["gla-fla"][1]
 
 
 def test_a_benchmark_goes_on_where_it_stopped(tmp_path: Path):
