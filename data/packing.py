@@ -60,13 +60,13 @@ class PackedDocuments(PackedDataset):
         counts = np.bincount(sequence)
         self._first = np.concatenate(([0], np.cumsum(counts)))  # of each sequence's pieces
         targets = self._lengths if end >= 0 else self._learned(self._starts + 1, self._lengths)
-        self._targets = np.add.reduceat(targets, self._first[:-1]) if len(counts) else counts
+        self._targets = np.add.reduceat(targets, self._first[:-1])
         self.most = 1 + max(counts, default=0)  # the last may be what is left empty
 
     def _documents(self) -> tuple[np.ndarray, np.ndarray]:
         """The first token of each document of the stream, and the one after its last."""
         ends = self.positions(self._end)
-        return np.concatenate(([0], ends[:-1] + 1))[: len(ends)], ends + (self._end >= 0)
+        return np.concatenate(([0], ends + 1))[:-1], ends + (self._end >= 0)
 
     def _learned(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """How many of the tokens from each of `starts` on are targets."""

@@ -4,13 +4,17 @@ import pickle
 from bisect import bisect_left, insort
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from lingpt.data import BatchSampler, DataConfig, PackedDataset, prepare
-from lingpt.data.packing import NO_TARGET, best_fit
+from lingpt.data.answers import ROW_END
+from lingpt.data.packing import NO_TARGET, PackedDocuments, best_fit
+from lingpt.data.stream import StreamWriter
+from lingpt.data.tokens import Encoded
 
 
 @pytest.fixture
@@ -65,8 +69,39 @@ def test_documents_are_whole_and_apart(config, monkeypatch):
     assert empty < 0.03 * 128 * len(train) and train.filled == pytest.approx(1 - empty / 128 / len(train))
     assert pickle.loads(pickle.dumps(train)).gather([1]).idx.equal(train.gather([1]).idx)
     assert train[1].equal(train.gather([1]).idx[0])
-    with pytest.raises(IndexError):
-        train[len(train)]
+    for index in (-1, len(train)):
+        with pytest.raises(IndexError):
+            train[index]
+
+
+def packed(path: Path, documents: list[list[int]], seq_len: int, end: int) -> PackedDocuments:
+    with StreamWriter(path, np.dtype(np.int32)) as writer:
+        for document in documents:
+            writer.add(Encoded(np.array(document, np.int32), 0, 0, 0))
+    return PackedDocuments(path, seq_len, writer.checksums, end)
+
+
+def test_by_hand(tmp_path: Path):
+    """Guards: borders of a batch of the sequence with most documents, one too few. Documents without a text
+    are nowhere, also where there are no others."""
+    two = packed(tmp_path / "x.arrow", [[1, 2, 9], [9], [3, 4, 9]], 8, end=9)
+    idx, targets, cu_seqlens = two.gather([0, 0])
+    no = NO_TARGET
+    assert len(two) == 1 and idx.tolist() == [[1, 2, 3, 4, 0, 0, 0, 0]] * 2
+    assert targets.tolist() == [[2, 9, 4, 9, no, no, no, no]] * 2
+    assert cu_seqlens.tolist() == [0, 2, 4, 8, 10, 12, 16]
+    for documents in ([], [[9], [9]]):
+        assert len(packed(tmp_path / "x.arrow", documents, 8, end=9)) == 0
+
+
+def test_the_targets_of_an_answer_that_is_cut_are_counted(tmp_path: Path):
+    """Each sequence is a piece of it, of whose targets two, none and one are an answer's."""
+    row = [~1, 2, 3, ~4, ~5, 6, ROW_END]
+    pieces = packed(tmp_path / "x.arrow", [row], 2, end=ROW_END)
+    found = [pieces.gather([piece]).targets[0] for piece in range(len(pieces))]
+    assert sorted(targets.tolist() for targets in found) == [[NO_TARGET] * 2, [2, 3], [6, NO_TARGET]]
+    counts = [pieces.num_targets([piece]) for piece in range(len(pieces))]
+    assert counts == [(targets != NO_TARGET).sum() for targets in found]
 
 
 def test_the_first_sequences_are_like_the_others(config):
