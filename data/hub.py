@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import datasets
 
 HUB = "hf:"  # what a source on the hub begins with
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 ADVICE = "train on text of your own with --data.source <path> (make: DATA=<path>), or on `embedded`"
 
 
@@ -53,7 +54,7 @@ def hub_errors(what: str, fix: str) -> Iterator[None]:
             f"{what} is neither a path nor on the hub: check the name, log in if it is private, or {fix}"
         ) from None
     except (OSError, RuntimeError, ValueError, HTTPError) as error:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        if getattr(error, "errno", None) in FULL_DISK:
             raise
         raise UserError(_unreachable(what, hub_reason(error), fix)) from None
 
@@ -110,14 +111,21 @@ def hub_corpus(
 
 def _load(name: str, config: str) -> "datasets.DatasetDict":
     import datasets
-    from datasets.exceptions import DataFilesNotFoundError
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     what = f"the data set {name}"
     with hub_errors(what, ADVICE):
         try:
             return datasets.load_dataset(name, config or None)
-        except DataFilesNotFoundError:
-            raise UserError(f"{what} has no files that can be read: take another, or {ADVICE}") from None
+        except DatasetNotFoundError:
+            raise
+        except DatasetsError as error:
+            cause = error.__cause__ or error
+            if getattr(cause, "errno", None) in FULL_DISK:
+                raise cause from None
+            raise UserError(
+                f"{what} cannot be read ({one_line(cause, 400)}): take another, or {ADVICE}"
+            ) from None
         except (RuntimeError, ValueError) as error:
             fault = one_line(error, 400)
             if "scripts are no longer supported" in fault:
@@ -149,6 +157,8 @@ def saved_corpus(source: str, text_key: str, cache_dir: Path | None) -> Corpus:
         found = datasets.load_from_disk(str(expand(source)))
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise UserError(f"{source} is damaged ({one_line(error)}): save it again") from None
+    except IndexError:  # of `datasets`, which writes no file for such a split
+        raise UserError(f"{source} has a split without rows: save it again without that split") from None
     splits = found if isinstance(found, dict) else {"train": found}
     files = {name: [Path(file["filename"]) for file in rows.cache_files] for name, rows in splits.items()}
     record = [[name, file_hashes(paths, cache_dir)] for name, paths in files.items()]

@@ -1,5 +1,6 @@
 """Parquet, data sets of `datasets`, nested keys: the same text from any container; a fault is one line."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -130,6 +131,33 @@ def test_a_damaged_saved_folder_is_refused(tmp_path: Path):
     next((tmp_path / "d").glob("*.arrow")).write_bytes(b"")
     with pytest.raises(UserError, match=rf"{tmp_path / 'd'} is damaged \(.*\): save it again"):
         open_corpus(str(tmp_path / "d"))
+
+
+def test_a_saved_split_without_rows_is_refused(tmp_path: Path):
+    """Guards: a traceback of `datasets`, which cannot read what it has saved."""
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "d")
+    with pytest.raises(UserError, match=rf"^{tmp_path / 'd'} has a split without rows: save it again"):
+        open_corpus(str(tmp_path / "d"))
+
+
+def test_a_data_set_whose_files_do_not_fit_is_one_line(tmp_path: Path, monkeypatch):
+    """Guards: a traceback with no reason but "An error occurred while generating the dataset". A full disk
+    stays the error of a disk."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    for number, column in enumerate(("text", "body")):
+        write_parquet(tmp_path / "d" / f"{number}.parquet", **{column: ["a"]})
+    with pytest.raises(
+        UserError, match=r"cannot be read \(.*column names don't match\): take another"
+    ) as error:
+        open_corpus(f"hf:{tmp_path / 'd'}")
+    assert "\n" not in str(error.value)
+
+    def full(*_: object) -> None:
+        raise datasets.exceptions.DatasetGenerationError from OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(datasets, "load_dataset", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        open_corpus("hf:owner/name")
 
 
 def test_null_and_mixed_rows_of_jsonl_have_a_line(tmp_path: Path):
