@@ -4,6 +4,7 @@ JSON Lines are read line by line, so that an error names the file and the line. 
 names no line and accepts a row without a text.)
 """
 
+import codecs
 import functools
 import io
 import json
@@ -41,7 +42,6 @@ COMPRESSED = {
     ),
 }
 TEXT = ".txt"
-TO_UTF8 = "iconv -f cp1252 -t utf-8"  # of text from Windows, or Latin-1
 
 
 def check_compression(path: Path) -> None:
@@ -91,9 +91,15 @@ def _whole_text(path: Path) -> Document:
             text = content.decode("utf-8-sig").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{path} is not UTF-8 at byte {error.start:,}: convert it, as by `{TO_UTF8}`"
+                f"{path} is not UTF-8 at byte {error.start:,}: convert it, as by {_to_utf8(content)}"
             ) from None
     return Document(text if text.strip() else "", len(content))
+
+
+def _to_utf8(begins: bytes) -> str:
+    """How to convert a text that begins so: with UTF-16's mark, which Windows writes, or as Latin-1 may."""
+    utf_16 = begins.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return f"`iconv -f {'utf-16' if utf_16 else 'cp1252'} -t utf-8`"
 
 
 def _readable(path: Path) -> io.BufferedReader:
@@ -164,7 +170,7 @@ def _text(line: bytes, key: str, where: str) -> str:
             return text if text.strip() else ""
     except UnicodeDecodeError:
         fault = "is not UTF-8"
-        other = f"; convert the file, as by `{TO_UTF8}`"
+        other = f"; convert the file, as by {_to_utf8(line)}"
     except UnicodeEncodeError:
         fault = f"has half a surrogate pair in its {key}"
     except KeyError:

@@ -99,6 +99,7 @@ BAD_LINES = {
     "null": (b'{"text": null}', "has a text that is not a string"),
     "a number": (b'{"text": 3}', "has a text that is not a string"),
     "latin-1": ('{"text": "caf\xe9"}'.encode("latin-1"), "is not UTF-8"),
+    "utf-16": ('\ufeff{"text": "x"}'.encode("utf-16-le"), "is not UTF-8"),
     "half a surrogate": (b'{"text": "\\ud83d"}', "has half a surrogate pair"),
     "a huge number": (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "is not JSON"),
 }
@@ -115,7 +116,8 @@ def test_a_bad_line_is_named(tmp_path: Path, line, fault):
     # An empty text is none of these faults: it is skipped.
     assert ': every line must be a JSON object with a string "text"' in str(error.value)
     assert (".txt" in str(error.value)) == (fault == "is not JSON")
-    assert ("iconv" in str(error.value)) == (fault == "is not UTF-8")
+    encoding = "utf-16" if b"\0" in line else "cp1252"  # guards: UTF-16 converted as if it were Latin-1
+    assert (f"`iconv -f {encoding} -t utf-8`" in str(error.value)) == (fault == "is not UTF-8")
     assert "\n" not in str(error.value)
 
 
