@@ -263,6 +263,7 @@ def _growing(
         "content_hash": corpus.content_hash,
         "train": {},
         "val": val_cache.manifest["train"],
+        "empty_documents": {"train": 0, "val": val_cache.manifest["empty_documents"]["train"]},
     }
     cache = TokenCache(entry) if entry.exists() else Unfinished(entry, manifest)
 

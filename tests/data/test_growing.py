@@ -55,13 +55,16 @@ def test_samples_are_those_of_the_finished_cache(config, monkeypatch):
 
 
 def test_a_mixture_of_which_one_source_is_cached_describes_itself(config, write_jsonl, texts, monkeypatch):
-    """Guards: a KeyError at the start of such a run."""
+    """Guards: a KeyError at the start of such a run; a record with the validation text's empty documents as
+    those of the text to train on."""
+    write_jsonl(["", *texts(9, seed=1)], "v.jsonl")
     prepare(replace(config, stream=False), progress=False)
     monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
     other = write_jsonl(texts(30, seed=2), "other.jsonl")
     dataset = prepare(replace(config, source=f"{config.source}*0.5,{other}*0.5"), progress=False)
     about = dataset.describe()
     assert about["train"] == {} and [bool(one["train"]) for one in about["sources"]] == [True, False]
+    assert [one["empty_documents"] for one in about["sources"]] == [{"train": 0, "val": 1}] * 2
 
 
 class Dead:
