@@ -68,4 +68,4 @@ def measure(part: Part, end: int) -> Statistics:
 
 def _copies(hashes: array) -> float:
     """The share of those that are equal to an earlier one."""
-    return 1 - len(np.unique(np.frombuffer(hashes, dtype=np.int64))) / len(hashes) if hashes else 0.0
+    return 1 - len(np.unique(np.frombuffer(hashes, dtype=np.int64))) / len(hashes)

@@ -73,8 +73,9 @@ def test_statistics_and_dedup(
     """Lengths are those of the documents, copies are counted by hand; with `--data.dedup` none is left, nor
     what is validated on in the text to train on."""
     monkeypatch.chdir(tmp_path)
-    some = [*texts(40), " ", *texts(10), texts(1, seed=9)[0]]
-    source, val = str(write_jsonl(some, "a.jsonl")), str(write_jsonl(texts(1, seed=9) * 9, "v.jsonl"))
+    (longest,), (shared,) = texts(1, seed=8, words=90), texts(1, seed=9)
+    some = [longest, *texts(39), *[" "] * 7, *texts(10), shared]
+    source, val = str(write_jsonl(some, "a.jsonl")), str(write_jsonl([shared] * 9, "v.jsonl"))
     words = ["data", "--data.source", source, "--data.val_source", val, "--data.tokenizer", tokenizer_path]
     words += ["--data.seq_len", "32"]
     assert main([*words, "--stats"]) == 0
@@ -84,10 +85,10 @@ def test_statistics_and_dedup(
     lines = [line for text in some for line in text.splitlines() if line.strip()]
     copies = [1 - len(set(items)) / len(items) for items in ([t for t in some if t.strip()], lines)]
     assert f"duplicates   {copies[0]:.2%} of documents, {copies[1]:.2%} of lines\n" in out
-    empty = next(number for number, text in enumerate(some, 1) if not text.strip())
-    copy = next(number for number, text in enumerate(some, 1) if text.strip() and text in some[: number - 1])
-    assert "empty        1 documents" in out and f"  document {empty} is empty\n" in out
-    assert f"  document {copy} is a copy: {some[copy - 1][:30]}" in out
+    assert "empty        7 documents" in out
+    rejects = [f"{n} is empty" for n in range(41, 46)] + [f"{n} is a copy" for n in range(48, 53)]
+    assert re.findall(r"^  document (\d+ is (?:empty|a copy))", out, re.M) == rejects  # five of each kind
+    assert f"  document 48 is a copy: {some[47][:80].strip()} …\n" in out
     assert "…" in out.split("tokens a document:")[1] and sum(
         int(line.rsplit(maxsplit=1)[-1]) for line in out.split("document:\n")[1].splitlines() if "…" in line
     ) == len(lengths)
@@ -118,3 +119,13 @@ def test_the_histogram_begins_with_the_shortest_document(lengths: list[int]):
     counts, borders = found.histogram()
     assert counts.sum() == len(lengths) and (borders[0], borders[-1]) == (lengths[0], lengths[-1] + 1)
     assert not found.bars()[0].endswith(" 0")
+
+
+def test_the_bars_of_a_histogram():
+    """Their ranges, their lengths, and the documents of each."""
+    assert [line.split() for line in Statistics(np.array([2, 3, 3, 8, 1024])).bars()[::3]] == [
+        ["2", "…", "3", "█" * 40, "3"],
+        ["16", "…", "31", "0"],
+        ["128", "…", "255", "0"],
+        ["1,024", "…", "2,047", "█" * 13, "1"],
+    ]
