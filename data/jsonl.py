@@ -46,7 +46,7 @@ TEXT = ".txt"
 
 def check_compression(path: Path) -> None:
     """Raises UserError if the file is compressed otherwise than its suffix says."""
-    with _readable(path) as file:
+    with read_errors(path), path.open("rb") as file:
         begins = file.read(6)
     found = next((suffix for suffix, kind in COMPRESSED.items() if kind.start.match(begins)), "")
     if path.suffix in COMPRESSED and found != path.suffix:
