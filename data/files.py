@@ -52,7 +52,7 @@ def files_corpus(
     hashes = _hashes([*train, *val], cache_dir, text_key)
     content_hash = hash_of([hashes[: len(train)], hashes[len(train) :]])
     read = {*files, *val}
-    others = [p for p in matches if p not in read and not p.name.startswith(".")]
+    others = [path for path in matches if path not in read]
     rule = "; ".join([held_out, *_surprises(files, train, val)])
     return Corpus(source, content_hash, *splits, rule, left_out=_names(others))
 
@@ -76,7 +76,7 @@ def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[P
     """`find_files`, given the paths that match `source`."""
     with read_errors(source):
         found = [path for path in matches if path.is_file()]
-        one = found if len(matches) == 1 and expand(source).is_file() else []  # whatever its name
+        one = found if expand(source).is_file() else []  # whatever its name
     kinds = ([path for path in found if path.name.endswith(suffixes)] for suffixes in KINDS)
     files = one or next(filter(None, kinds), [])
     if not files:
@@ -118,7 +118,7 @@ def _split_word(file: Path) -> str | None:
 def _by_name(files: list[Path]) -> tuple[list[Path], list[Path]]:
     """Files to train on and to validate on; those to test on are in neither."""
     words = {file: _split_word(file) for file in files}
-    if len(files) == 1 or "train" not in words.values():
+    if "train" not in words.values():
         return files, []
     val = [file for file, word in words.items() if word in ("validation", "valid", "val", "dev")]
     return [file for file, word in words.items() if word in (None, "train")], val

@@ -8,7 +8,9 @@ import os
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from lingpt.common.errors import UserError
 from lingpt.data.files import files_corpus, find_files
@@ -31,6 +33,8 @@ def test_paths_folders_and_globs(write_jsonl, tmp_path: Path):
     (tmp_path / "folder" / "itself").symlink_to(tmp_path / "folder")  # guards: each document 41 times
     assert find_files(str(tmp_path / "**" / "*.jsonl*")) == files
     assert find_files(str(files[0])) == files[:1]
+    brackets = write_jsonl(["x"], "a[1].jsonl")
+    assert find_files(str(brackets)) == [brackets]
 
 
 @pytest.mark.parametrize(
@@ -77,24 +81,46 @@ def test_the_same_bytes_as_text_and_as_lines_are_two_corpora(write_jsonl):
     )
 
 
+def test_another_field_of_the_same_bytes_is_another_corpus(write_jsonl, tmp_path: Path):
+    """Guards: the cached tokens of one `--data.text_key` taken for those of another. Golden: the hashes of
+    before name the entries that users have."""
+    path = write_jsonl(["a", "b"])
+    hashes = [files_corpus(str(path), text_key=key).content_hash[:8] for key in ("text", "title")]
+    assert hashes == ["320ad441", "2b9a9b3b"]
+    table = str(tmp_path / "a.parquet")
+    parquet.write_table(pa.table({"text": ["a"], "title": ["b"]}), table)
+    assert files_corpus(table).content_hash != files_corpus(table, text_key="title").content_hash
+
+
 def test_what_is_not_read_beside_jsonl_is_named(write_jsonl, tmp_path: Path):
     """Guards: a folder of several formats, half of which was never trained on, without a word."""
-    for name in ("mixed/train.jsonl", "mixed/test.jsonl", "mixed/more/b.jsonl", "mixed/.hidden"):
+    for name in ("mixed/train.jsonl", "mixed/test.jsonl", "mixed/more.jsonl/b.jsonl", "mixed/.hidden"):
         write_jsonl(["x"], name)
     for name in ("b.txt", "c.parquet"):
         (tmp_path / "mixed" / name).write_text("x")
-    assert files_corpus(str(tmp_path / "mixed")).left_out == "b.txt, c.parquet, more/"
+    assert files_corpus(str(tmp_path / "mixed")).left_out == "b.txt, c.parquet, more.jsonl/"
+    for number in range(7):
+        (tmp_path / f"mixed/{number}.csv").write_text("x")
+    first = ", ".join([*(f"{number}.csv" for number in range(7)), "b.txt"])
+    assert files_corpus(str(tmp_path / "mixed")).left_out == f"{first}, … (10 in all)"
 
 
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "empty", "nothing-*.jsonl", "wiki40B"])
 def test_a_path_with_no_documents_is_refused(tmp_path: Path, monkeypatch, source):
     """The message names the source and what would do."""
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "README.md").write_text("no data")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         UserError, match=rf"no documents.*{source.replace('*', '.')}|{source} holds no.*: give a file"
     ):
         files_corpus(source)
+
+
+def test_a_file_that_opens_and_cannot_be_read_is_one_line():
+    """Guards: a traceback from a failing disk."""
+    with pytest.raises(UserError, match=r"^cannot read /proc/self/mem \(Input/output error\): make"):
+        files_corpus("/proc/self/mem")
 
 
 @pytest.mark.parametrize("name", ["iterdir", "is_file"])
@@ -114,12 +140,13 @@ def test_a_folder_that_cannot_be_read_is_to_be_made_readable(write_jsonl, tmp_pa
 
 def test_files_named_by_split_are_kept_apart(write_jsonl, tmp_path: Path):
     """A folder with train, validation and test files must not train on what it is judged by."""
-    for name in ("train-1.jsonl", "train-2.jsonl", "validation.jsonl", "test.jsonl", "testimony.jsonl"):
+    held_out = ["dev-0.jsonl", "val.jsonl", "valid.jsonl", "validation.jsonl"]
+    for name in (*held_out, "train-1.jsonl", "train-2.jsonl", "test.jsonl", "testimony.jsonl"):
         write_jsonl([name], f"wiki/{name}")
     corpus = files_corpus(str(tmp_path / "wiki"))
     assert [d.text for d in corpus.train.read()] == ["testimony.jsonl", "train-1.jsonl", "train-2.jsonl"]
-    assert [d.text for d in corpus.val.read()] == ["validation.jsonl"]
-    assert corpus.rule == "held out by name: validation.jsonl; left alone: test.jsonl"
+    assert [d.text for d in corpus.val.read()] == held_out
+    assert corpus.rule == f"held out by name: {', '.join(held_out)}; left alone: test.jsonl"
 
 
 @pytest.mark.parametrize("form", ["wiki.{}.jsonl", "en-{}.jsonl", "{}/part-0.jsonl"])
