@@ -99,9 +99,10 @@ class GrowingDataset(PackedDataset):
             with self._maps:
                 if self.path.parent.exists():
                     whole = self._finished()
+                    # In this order: another thread may be reading.
+                    self._checksums = whole._checksums
                     self._chunks, self._checked = whole._chunks, whole._checked
-                    self._checksums, self.stream_length = whole._checksums, whole.stream_length
-                    self._whole = True
+                    self.stream_length, self._whole = whole.stream_length, True
                     return
                 self._map_more()
             if not self._process.is_alive() and not self.path.parent.exists():

@@ -130,6 +130,30 @@ def test_two_threads_that_wait_map_a_record_batch_once(config, monkeypatch):
     assert all(x.tolist() == tokens[: 512 * 8].tolist() for x in found)
 
 
+def test_another_thread_may_read_while_the_finished_entry_is_taken(config, monkeypatch):
+    """Guards: an AttributeError that ends a run at the moment when its text is tokenised. Here the other one
+    reads what is there whenever a part of the dataset has been replaced."""
+    monkeypatch.setattr(stream, "ROWS", 512)
+    monkeypatch.setattr(growing, "ROWS", 512)
+    whole = prepare(replace(config, stream=False), progress=False)
+    tokens, folder = whole.train.stream(0, 10**9), whole.parts[0].cache.folder
+    partial = folder.rename(folder.with_name(f".{folder.name}.0000.partial"))
+    monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
+    dataset = growing.GrowingDataset(folder, 32, lambda: TokenCache(folder).blocks("train", 32), None, [])
+    dataset._process = Dead(True)
+    assert dataset.stream(0, 64).tolist() == tokens[:64].tolist()
+    partial.rename(folder)
+    reads = []
+
+    def set_and_read(self, name, value) -> None:
+        object.__setattr__(self, name, value)
+        reads.append(self.stream(self.stream_length - 128, self.stream_length - 96))
+
+    monkeypatch.setattr(growing.GrowingDataset, "__setattr__", set_and_read)
+    assert len(dataset) == len(whole.train) and len(reads) == 5
+    assert reads[-1].tolist() == tokens[-128:-96].tolist()
+
+
 def test_two_threads_that_wait_are_told_the_same(config, monkeypatch):
     """Guards: "killed, perhaps for its memory" for the one that asked second, of a text with a fault."""
     monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
