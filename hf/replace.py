@@ -65,7 +65,10 @@ class ReplacedAttention(AttentionLayer):
 
 def _is_read(mask: torch.Tensor) -> torch.Tensor:
     """Which tokens are no padding, `[B or 1, N]`. mask: `[B, 1, N, N]`, boolean or added to the scores, or
-    `[B, N]`, boolean."""
+    `[B, N]`, boolean. ValueError for flex_attention's."""
+    if not isinstance(mask, torch.Tensor):
+        kind = type(mask).__name__
+        raise ValueError(f"replaced attention reads no {kind}: give attn_implementation='sdpa'")
     # A token sees itself in any window.
     own = mask[:, 0].diagonal(dim1=-2, dim2=-1) if mask.ndim == 4 else mask
     return own if own.dtype == torch.bool else own == 0

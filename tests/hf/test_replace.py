@@ -157,5 +157,7 @@ def test_mistakes_are_one_line(tokens, tmp_path):
         replace_attention(model, "ours")
     with pytest.raises(ValueError, match="keeps no cache: give use_cache=False"):
         model(tokens, use_cache=True)
+    with pytest.raises(ValueError, match="reads no object: give attn_implementation='sdpa'"):
+        model.model.layers[0].self_attn(torch.zeros(1, 5, 64), attention_mask=object())  # flex_attention's
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "lingpt_llama"
