@@ -137,15 +137,14 @@ class LinGPTModel(ComputedBuffers, LinGPTPreTrainedModel):
             raise ValueError(f"a {type(cache).__name__} holds no states: give a LinGPTCache, or none")
         if cache is not None:
             cache.check(B, len(self.h))
-        padded = packed = read_BN = None
+        padded = read_BN = None
         keeps, seen = bool(use_cache) or cache is not None, 0 if cache is None else cache.seen
         if attention_mask is not None:
             if attention_mask.shape not in ((B, N), (B, seen + N)):
                 raise ValueError(f"an attention_mask of {list(attention_mask.shape)}: give {[B, seen + N]}")
             read_BN = attention_mask[:, -N:].bool()
             padded = padded_borders(read_BN, keeps, seen > 0)
-        if not seen:
-            packed = packed_borders(position_ids, cu_seq_lens_q, read_BN, B, N)
+        packed = packed_borders(None if seen else position_ids, cu_seq_lens_q, read_BN, B, N)
         shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden: list[torch.Tensor] | None = [] if shown else None
         if packed is not None:

@@ -305,6 +305,7 @@ def test_mistakes_are_one_line(tmp_path, tokens):
     cache = model(tokens, use_cache=True).get(CACHE)
     few = lingpt.hf.LinGPTCache(cache.layers[:3])
     twice = torch.cat([torch.arange(35), torch.arange(35)])[None]
+    joined = {"input_ids": tokens[:, :3], "cu_seq_lens_q": torch.tensor([0, 2, 3, 5, 6])}
     later = {"input_ids": tokens[:, :3], "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
     hole = {"input_ids": tokens[:, :3], "attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}
     for given, line in (
@@ -326,6 +327,7 @@ def test_mistakes_are_one_line(tmp_path, tokens):
         ({"input_ids": tokens[:1], "past_key_values": cache}, "a cache of 4 layers and 2 rows for 4 and 1"),
         ({"input_ids": tokens, "past_key_values": few}, "a cache of 3 layers and 2 rows for 4 and 2"),
         ({"input_ids": tokens, "position_ids": twice, "use_cache": True}, "packed sequences keep no cache"),
+        (joined | {"past_key_values": cache}, "packed sequences keep no cache"),
     ):
         with pytest.raises(ValueError, match=line) as error:
             model(**given)
