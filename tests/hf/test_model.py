@@ -3,10 +3,12 @@
 import weakref
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import lingpt.hf
@@ -27,11 +29,11 @@ FORMS = [
 ]
 
 
-def make(form: str, seed: int = 0) -> GPT:
+def make(form: str, **shape: Any) -> GPT:
     """A model of four layers with heads of 16, 120 tokens in 128 rows."""
     sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "block_size": 96, "vocab_size": 120}
-    model = GPT(ModelArgs("small", form, padding_multiple=64, **sizes).config())
-    model.init_weights(seed)
+    model = GPT(ModelArgs("small", form, padding_multiple=64, **sizes, **shape).config())
+    model.init_weights(0)
     return model.eval()
 
 
@@ -69,6 +71,7 @@ def test_logits_are_lingpts(model, exported, tokens, tmp_path):
     """To the bit, in fp32; the base model's output is what the head reads; no constant is lost on meta."""
     output = exported(tokens, output_hidden_states=True)
     assert torch.equal(output.logits, model(tokens)) and len(output.hidden_states) == 5
+    assert torch.equal(exported(inputs_embeds=exported.transformer.wte(tokens)).logits, output.logits)
     base = AutoModel.from_pretrained(tmp_path / "out")(tokens).last_hidden_state
     assert torch.equal(base, model.hidden(tokens)) and torch.equal(base, output.hidden_states[-1])
     few = exported(tokens, logits_to_keep=3).logits  # a product of another shape, so of another order of sums
@@ -99,6 +102,24 @@ def test_transformers_finds_the_embeddings(exported):
     exported.resize_token_embeddings(rows)
     assert len(exported.transformer.wte.weight) == len(exported.lm_head.weight) == rows
     assert exported(torch.tensor([[rows - 1]])).logits.shape == (1, 1, rows)
+
+
+@torch.no_grad()
+def test_tied_embeddings_stay_tied(tokens, tmp_path):
+    """In Llama's shape: saved once, with more rows, too; equal in both libraries."""
+    shape = {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "n_query_groups": 2, "norm_qk": True}
+    shape |= {"parallel_residual": False, "bias": False, "tie_embeddings": True}
+    export_hf(make("hybrid", **shape), tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model.resize_token_embeddings(131, mean_resizing=False)
+    model.save_pretrained(tmp_path / "more")
+    again, own = AutoModelForCausalLM.from_pretrained(tmp_path / "more"), load_model(tmp_path / "more")
+    fresh = AutoModelForCausalLM.from_config(lingpt.hf.LinGPTConfig(model.config.network))
+    assert all(one.lm_head.weight is one.transformer.wte.weight for one in (model, again, fresh))
+    assert "lm_head.weight" not in load_file(tmp_path / "more/model.safetensors")
+    logits = model(tokens).logits
+    assert logits.shape[-1] == 131 and torch.equal(again(tokens).logits, logits)
+    assert torch.equal(own(tokens), logits)
 
 
 @torch.no_grad()
@@ -352,6 +373,7 @@ def test_weights_of_another_attention_are_refused(tmp_path, other):
         AutoModelForCausalLM.from_pretrained(tmp_path)
         config.network["intermediate_size"] = 128
         config.save_pretrained(tmp_path)
+        AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
     with pytest.raises(UserError, match=r"the weights are of different models, as .*load both from one") as e:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "\n" not in str(e.value)
