@@ -27,8 +27,9 @@ def export_hf(
     """Writes the folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
     tokenizer: a `tokenizer.json`, or a folder that holds one, such as the model's checkpoint; a config
-        beside it may name the token that ends a text, and its chat template is kept. Without a tokenizer,
-        `AutoTokenizer` would silently give an empty one, so there is a warning.
+        beside it may name the token that ends a text, and its chat template is kept. As in LinGPT, it puts
+        no tokens around a text. Without a tokenizer, `AutoTokenizer` would silently give an empty one, so
+        there is a warning.
     card: the text of its README.md.
 
     Raises UserError for a file that is not a tokenizer.
@@ -87,6 +88,9 @@ def _read_tokenizer(path: Path) -> tuple[str, str, int, int]:
         raw = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # `tokenizers` raises a bare Exception for what it cannot parse
         raise UserError(f"{path} is not a tokenizer.json: {first_line(error)}") from error
+    if raw.num_special_tokens_to_add(False):  # as Llama's begin of text, which LinGPT puts before none
+        raw.post_processor = None
+        text = raw.to_str(pretty=True)
     vocabulary, end = raw.get_vocab(with_added_tokens=True), find_end_token(raw, path.parent)
     if end is None:
         raise UserError(

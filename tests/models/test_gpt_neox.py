@@ -167,6 +167,23 @@ def test_an_end_token_that_is_only_in_the_vocabulary_is_exported(small, tmp_path
     assert theirs.encode("the river") == load_tokenizer(tmp_path).encode("the river")
 
 
+def test_an_exported_tokenizer_puts_no_tokens_around_a_text(small, tmp_path):
+    """Guards: the begin of text of Llama's tokenizers, which the model has never read, before each prompt."""
+    from tokenizers import AddedToken, processors
+    from transformers import AutoTokenizer
+
+    raw = train_bpe(["the river ran slowly"] * 9, 300).raw
+    raw.add_special_tokens([AddedToken("<s>", special=True)])
+    begin = {"single": "<s> $A", "special_tokens": [("<s>", raw.token_to_id("<s>"))]}
+    raw.post_processor = processors.Sequence([processors.ByteLevel(), processors.TemplateProcessing(**begin)])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    export_hf(small("softmax"), tmp_path / "out", tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("the river", "<s>the river"):
+        assert theirs.encode(text) == load_tokenizer(tmp_path).encode(text)
+        assert theirs.encode(text) == load_tokenizer(tmp_path / "out").encode(text)
+
+
 @torch.no_grad()
 def test_a_base_of_the_rotary_frequencies_that_is_not_whole(hf_model, tokens, tmp_path):
     """Guards: `rope_theta` 10.7, read as 10."""
