@@ -1,7 +1,8 @@
 """lm-eval's `LM` over our `GPT`: scores and generates text in batches of similar length.
 
 Text becomes tokens exactly as in lm-eval's own Hugging Face adapter (`lm_eval.models.huggingface.HFLM`), so
-the log-likelihoods equal its own on the same weights (`tests/eval/test_lm.py`). The computation differs:
+the log-likelihoods equal its own on the same weights (`tests/eval/test_lm.py`), but for one thing: no begin
+of text precedes a text, which HFLM adds where the tokenizer asks for it, as Llama's. The computation differs:
 
 - Requests that feed the model the same tokens share a row: the four one-letter answers of an MMLU question
   cost one forward pass.
