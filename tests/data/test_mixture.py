@@ -112,7 +112,8 @@ def test_a_mixture_describes_itself(config):
     assert about["sources"][0]["cache"] == alone.describe()["cache"]
     assert about["content_hash"] == content_hashes(config)["content_hash"]
     other = replace(config, source=config.source.replace("0.3", "0.4"))
-    assert prepare(other, progress=False).fingerprint != dataset.fingerprint
+    for change in (other, replace(config, seq_len=16)):
+        assert prepare(change, progress=False).fingerprint != dataset.fingerprint
     few = len(dataset.parts[1].train)
     assert dataset.repetitions(few) is None
     blocks = list(dataset.train)  # to its end, and no further

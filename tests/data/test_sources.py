@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig, availability, content_hashes, prepare
-from lingpt.data.dataset import open_corpus
+from lingpt.data.dataset import open_corpus, validation_corpus
 
 
 def write_parquet(path: Path, **columns) -> Path:
@@ -48,10 +48,10 @@ def containers(folder: Path, texts: list[str]) -> dict[str, tuple[Path | str, st
 
 
 def test_the_same_text_gives_the_same_tokens_whatever_the_container(texts, tokenizer_path, tmp_path: Path):
-    """Every row is read, in order, and the bar ends at its total; other containers have other cache entries
-    only where their bytes differ."""
-    expected, found, hashes = texts(300), {}, {}
-    for name, (source, key) in containers(tmp_path, expected).items():
+    """Every row is read, in order, whitespace as an empty one, and the bar ends at its total; other
+    containers have other cache entries only where their bytes differ."""
+    expected, found, hashes = [*texts(299), ""], {}, {}
+    for name, (source, key) in containers(tmp_path, [*texts(299), " \n"]).items():
         val = write_parquet(tmp_path / "val" / f"{key}.parquet", **{key: texts(9, seed=1)})
         paths = {"val_source": str(val), "cache_dir": str(tmp_path / "cache")}
         config = DataConfig(str(source), tokenizer_path, 32, text_key=key, **paths)
@@ -68,8 +68,8 @@ def test_the_same_text_gives_the_same_tokens_whatever_the_container(texts, token
 
 
 def test_splits_of_a_data_set(tmp_path: Path):
-    """Its validation split is held out, and read where it is named to validate on; others are left alone. A
-    named split is all that is read."""
+    """Its validation split is held out, and read where it is named to validate on; others are left alone.
+    What is validated on is a part of the hash: guards the cached tokens of another text."""
     rows = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "validation", "test")}
     datasets.DatasetDict(rows).save_to_disk(tmp_path / "d")
     corpus = open_corpus(str(tmp_path / "d"))
@@ -79,6 +79,26 @@ def test_splits_of_a_data_set(tmp_path: Path):
     other = open_corpus("embedded", str(tmp_path / "d"))
     assert other.val is not None and [d.text for d in other.val.read()] == ["validation"]
     assert other.rule.startswith(f"held out: {tmp_path / 'd'}; left alone: the validation split of embedded")
+    files = [write_parquet(tmp_path / name / "v.parquet", text=[name]) for name in ("1", "2")]
+    named = [open_corpus(str(tmp_path / "d"), str(file)) for file in files]
+    alone = validation_corpus(str(tmp_path / "d"), None, "text")
+    assert [d.text for d in alone.train.read()] == ["validation"] and alone.val is None
+    assert len({one.content_hash for one in (corpus, *named, alone)}) == 4
+
+
+def test_another_column_or_split_is_another_corpus(tmp_path: Path, monkeypatch):
+    """Guards: the cached tokens of one taken for those of the other. A named split is all that is read."""
+    datasets.Dataset.from_dict({"text": ["a"], "body": ["b"]}).save_to_disk(tmp_path / "d")
+    text, body = (open_corpus(str(tmp_path / "d"), text_key=key).content_hash for key in ("text", "body"))
+    assert text != body
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    for split in ("train", "validation"):
+        write_parquet(tmp_path / "hub" / f"{split}.parquet", text=[split])
+    corpora = [open_corpus(f"hf:{tmp_path / 'hub'}{named}") for named in ("", "::train", "::validation")]
+    texts = [[document.text for document in corpus.train.read()] for corpus in corpora]
+    assert texts == [["train"], ["train"], ["validation"]]
+    assert [corpus.val is None for corpus in corpora] == [False, True, True]
+    assert len({corpus.content_hash for corpus in corpora}) == 3
 
 
 @pytest.mark.parametrize(
