@@ -155,7 +155,7 @@ def _make(
         nonlocal dropped
         with closing(_encode(split, name, tokenizer, num_workers, progress, empty)) as documents:
             for document in documents:
-                if dedup and document.digest in seen:
+                if document.digest in seen:
                     dropped += 1
                     continue
                 if dedup:

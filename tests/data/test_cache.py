@@ -16,6 +16,7 @@ from lingpt.common.errors import UserError
 from lingpt.data import DataConfig, PackedDataset, Tokenizer, cache, prepare
 from lingpt.data.cache import split_by_content
 from lingpt.data.corpus import Document
+from lingpt.data.stream import StreamWriter
 from lingpt.data.tokens import Encoded, encode_documents, token_dtype
 
 
@@ -129,8 +130,12 @@ def test_the_same_data_is_tokenised_once(config, monkeypatch):
     assert again.fingerprint == first.fingerprint and again.describe()["source"] == str(copy)
 
 
-@pytest.mark.parametrize("change", ["a document", "the tokenizer", "the validation", "the split", "a share"])
-def test_what_decides_the_tokens_makes_another_entry(config, write_jsonl, texts, tokenizer, change):
+@pytest.mark.parametrize(
+    "change", ["a document", "the tokenizer", "the validation", "the split", "a share", "the format"]
+)
+def test_what_decides_the_tokens_makes_another_entry(
+    config, write_jsonl, texts, tokenizer, monkeypatch, change
+):
     """Nothing stale is ever read."""
     if change == "a share":
         config.val_source = None
@@ -145,6 +150,8 @@ def test_what_decides_the_tokens_makes_another_entry(config, write_jsonl, texts,
         config.tokenizer = str(Tokenizer(raw, "").save(Path(config.cache_dir) / "other"))
     elif change == "the split":
         config.val_source = None
+    elif change == "the format":
+        monkeypatch.setattr(cache, "FORMAT", cache.FORMAT + 1)
     else:
         config.val_fraction *= 2
     assert prepare(config, progress=False).fingerprint != before
@@ -486,6 +493,15 @@ def test_nothing_to_train_on_beside_a_validation_text(write_jsonl, tokenizer_pat
         prepare(DataConfig(source, tokenizer_path, 4, dedup=dedup, **paths), progress=False)
 
 
+def test_a_validation_text_without_documents_is_named(write_jsonl, texts, tokenizer_path, tmp_path: Path):
+    """Guards: an entry that is written for nothing, and advice to raise --data.val_fraction."""
+    source, val = str(write_jsonl(texts(9))), str(write_jsonl([" "], "v.jsonl"))
+    config = DataConfig(source, tokenizer_path, 4, val_source=val, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"the validation files of .* hold no documents: give others as"):
+        prepare(config, progress=False)
+    assert entries(config) == []
+
+
 def test_no_documents(write_jsonl, tokenizer_path, tmp_path: Path):
     """A file of blank lines is a path with no documents."""
     config = DataConfig(str(write_jsonl([])), tokenizer_path, 4, cache_dir=str(tmp_path / "cache"))
@@ -493,10 +509,11 @@ def test_no_documents(write_jsonl, tokenizer_path, tmp_path: Path):
         prepare(config, progress=False)
 
 
-def test_blocks_of_an_empty_stream(tmp_path: Path):
-    """No tokens, no blocks, no crash."""
-    from lingpt.data.stream import StreamWriter
-
-    with StreamWriter(tmp_path / "x.arrow", np.dtype(np.uint16)):
-        pass
-    assert len(PackedDataset(tmp_path / "x.arrow", 8, [])) == 0
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (8, 0), (9, 1), (16, 1), (17, 2)])
+def test_a_block_needs_the_next_token(tmp_path: Path, tokens, blocks):
+    """No tokens, no blocks, no crash; the last block's last target is a token of the stream."""
+    with StreamWriter(tmp_path / "x.arrow", np.dtype(np.uint16)) as writer:
+        writer.add(Encoded(np.arange(tokens, dtype=np.uint16), 0, 0, 0))
+    found = PackedDataset(tmp_path / "x.arrow", 8, writer.checksums)
+    assert len(found) == blocks
+    assert found.gather(range(blocks)).tolist() == [list(range(8 * i, 8 * i + 9)) for i in range(blocks)]

@@ -62,7 +62,9 @@ def test_it_names_what_was_asked_for_and_what_is_not_read(write_jsonl, texts, to
         (path.parent / "b.csv").write_text("text\n")
         ask = ["data", "--data.source", str(path.parent), "--data.tokenizer", tokenizer_path]
         assert main([*ask, "--data.seq_len", "5000"]) == 2
-        assert f"the train split of {path.parent} has" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"the train split of {path.parent} has" in said
+        assert (f"{path.parent}: not read: b.csv\n" in said) == (folder == "first")  # when it is tokenised
         assert main([*ask, "--data.seq_len", "32"]) == 0
         assert "\nnot read     b.csv\n" in capsys.readouterr().out
 
