@@ -268,6 +268,12 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As in any model. Rows that were no token, which `generate` leaves out, may be new tokens."""
+        if self.generation_config is not None:
+            self.generation_config.suppress_tokens = None
+        return super().resize_token_embeddings(*args, **kwargs)
+
     @can_return_tuple
     def forward(
         self,

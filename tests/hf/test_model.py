@@ -97,9 +97,12 @@ def test_its_configuration_says_what_it_returns(tokens, tmp_path):
 
 
 def test_transformers_finds_the_embeddings(exported):
-    """As where tokens are added for a chat."""
+    """As where tokens are added for a chat. Guards: the first of them, whose rows were there and no tokens,
+    were never generated."""
     rows = exported.config.vocab_size + 3
+    assert exported.generation_config.suppress_tokens[0] == 120
     exported.resize_token_embeddings(rows)
+    assert exported.generation_config.suppress_tokens is None
     assert len(exported.transformer.wte.weight) == len(exported.lm_head.weight) == rows
     assert exported(torch.tensor([[rows - 1]])).logits.shape == (1, 1, rows)
 
