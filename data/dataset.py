@@ -221,7 +221,10 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
             parts.append(_growing(replace(config, source=source), corpus, tokenizer, folder, share, cached))
             continue
         cache = cached(corpus, config.val_fraction)
-        splits = (_blocks(corpus.name, cache, split, config.seq_len, end) for split in ("train", "val"))
+        splits = (
+            _blocks(f"the {split} split of {corpus.name}", cache, split, config.seq_len, end)
+            for split in ("train", "val")
+        )
         parts.append(Part(corpus, cache, share, *splits))
     others = {}
     for name, source in named.items():
@@ -257,7 +260,7 @@ def _growing(
     entry = entry_folder(corpus, tokenizer, folder, None, config.dedup)
     held_out = replace(corpus, content_hash=hash_of([corpus.content_hash, "val"]), train=corpus.val, val=None)
     val_cache = cached(held_out, None)
-    val = _blocks(corpus.name, val_cache, "train", config.seq_len, None)
+    val = _blocks(f"the val split of {corpus.name}", val_cache, "train", config.seq_len, None)
     manifest = {
         **val_cache.manifest,
         "content_hash": corpus.content_hash,
@@ -268,7 +271,8 @@ def _growing(
     cache = TokenCache(entry) if entry.exists() else Unfinished(entry, manifest)
 
     def finished() -> PackedDataset:
-        return _blocks(corpus.name, TokenCache(entry), "train", config.seq_len, None)
+        train = f"the train split of {corpus.name}"
+        return _blocks(train, TokenCache(entry), "train", config.seq_len, None)
 
     work = replace(config, stream=False, val_sources=None)
     return Part(corpus, cache, share, GrowingDataset(entry, config.seq_len, finished, prepare, [work]), val)
@@ -430,12 +434,13 @@ def cache_size(source: str, vocab_size: int) -> str:
     return known.cache_size(token_bytes) if known else f"{token_bytes} bytes a token of the corpus"
 
 
-def _blocks(source: str, cache: TokenCache, split: str, seq_len: int, end: int | None) -> PackedDataset:
+def _blocks(text: str, cache: TokenCache, split: str, seq_len: int, end: int | None) -> PackedDataset:
+    """`cache.blocks`; UserError, which begins with `text`, if there are none."""
     blocks = cache.blocks(split, seq_len, end)
     if not len(blocks):
         more = "give more text" if split == "train" else "raise --data.val_fraction, give --data.val_source"
         raise UserError(
-            f"the {split} split of {source} has {blocks.stream_length} tokens, too few for "
-            f"one block of seq_len + 1 = {seq_len + 1}: {more}, or lower --data.seq_len"
+            f"{text} has {blocks.stream_length} tokens, too few for one block of seq_len + 1 = "
+            f"{seq_len + 1}: {more}, or lower --data.seq_len"
         )
     return blocks

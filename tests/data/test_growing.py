@@ -180,8 +180,12 @@ def test_a_fault_of_the_text_ends_the_run_with_its_line(config, tmp_path: Path):
 
 
 def test_what_cannot_be_streamed_is_a_line(config):
-    """Documents held out by their hash are known at the end alone; so is how documents are packed."""
+    """Documents held out by their hash are known at the end alone; so is how documents are packed. Guards: a
+    validation text of too few tokens that was called the train split."""
     with pytest.raises(UserError, match=r"has no validation split.*give --data.val_source, or leave out"):
         prepare(replace(config, val_source=None), progress=False)
     with pytest.raises(UserError, match=r"data.packing documents needs all of the text"):
         prepare(replace(config, packing="documents"), progress=False)
+    few = r"^the val split of .*corpus\.jsonl has \d+ tokens, too few .*: give more text, or lower"
+    with pytest.raises(UserError, match=few):
+        prepare(replace(config, seq_len=10**5), progress=False)
