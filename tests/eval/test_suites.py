@@ -169,14 +169,16 @@ def test_a_question_on_a_phrase():
     """The phrase stands once, in the first half; the cue before it, once; the others are of the same text."""
     lines = [f"the sun warms a stone cold water {i} runs under {name} and on" for i, name in enumerate(
         ("Anna Kuhn", "Berta Lang", "Clara Kuhn", "Dora Lang", "Emma Weber", "Frieda Wolf"))]  # fmt: skip
-    text = "\n".join(lines)
-    question = ask_about(text, seed=3)
-    answer = question.choices[0]
-    assert f"{question.cue} {answer} " in text and text.count(question.cue) == text.count(answer) == 1
-    assert text.index(answer) < len(text) / 2 and len(question.cue.split()) == 8
-    assert len(set(question.choices)) == 4 and all(text.count(choice) == 1 for choice in question.choices)
-    assert ask_about(text, seed=3) == question
-    assert ask_about("no names and no rare words here at all " * 9, seed=0) is None
+    text = "\n".join(["There was once Gerda Holz here", *lines])  # too few words before her
+    for question in (ask_about(text, seed) for seed in range(9)):
+        answer = question.choices[0]
+        assert f"{question.cue} {answer} " in text and text.count(question.cue) == text.count(answer) == 1
+        assert text.index(answer) < len(text) / 2 and len(question.cue.split()) == 8
+        assert len(set(question.choices)) == 4 and all(text.count(choice) == 1 for choice in question.choices)
+    assert ask_about(text, seed=8) == question
+    assert len(set(ask_about("\n".join(lines[:4]), seed=0).choices)) == 4
+    for few in ("\n".join(lines[:3]), "no names and no rare words here at all " * 9):
+        assert ask_about(few, seed=0) is None
 
 
 def test_recall_is_found_by_a_model_that_copies(lm, texts, monkeypatch):
