@@ -274,6 +274,7 @@ def test_of_several_softmax_runs_the_likest():
     plain = [run("softmax", i, [1, 0]) for i in (0, 1)]
     gla = run("gla", 1, [1, 1])
     assert softmax_of(gla, [*plain, gla]) is plain[1]
+    assert softmax_of(gla, [run("ours", 1, [1, 0]), gla]) is None
     (mean,) = mean_scores(plain)
     other = run("softmax", 2, [1, 0])
     assert softmax_of(gla, [other, mean, gla]) is mean
