@@ -39,9 +39,10 @@ def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
             stamp = file_stamp(path)
             if name in known and known[name][:-1] == stamp:
                 return known[name][-1]
-            digest = _sha256(path, stop)
             _, _, changed = stamp
-            if file_stamp(path) == stamp and time.time() - changed / 1e9 > SETTLED:
+            settled = time.time() - changed / 1e9 > SETTLED  # a change from here on gives another stamp
+            digest = _sha256(path, stop)
+            if settled:
                 new[name] = [*stamp, digest]
         return digest
 

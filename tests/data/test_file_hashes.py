@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,8 +46,8 @@ def test_a_corpus_is_hashed_once(settled, hashed, write_jsonl, texts, tokenizer_
     )
 
 
-def test_a_file_that_changed_is_hashed_again(settled, tmp_path: Path):
-    """Another size; the same size; the same size and a modification time set back."""
+def test_a_file_that_changed_is_hashed_again(settled, hashed, tmp_path: Path):
+    """Another size; the same size; the same size and a modification time set back. Once each."""
     path, cache, before = tmp_path / "a.jsonl", tmp_path / "cache", (0, 0)
     for content in (b"one", b"other", b"again", b"third"):
         path.write_bytes(content)
@@ -56,12 +57,22 @@ def test_a_file_that_changed_is_hashed_again(settled, tmp_path: Path):
         for _ in range(2):
             assert file_hashes.file_hashes([path], cache) == [hashlib.sha256(content).hexdigest()]
         time.sleep(0.05)  # beyond the resolution of the file system's clock
+    assert len(hashed) == 4
 
 
-def test_a_file_written_just_now_is_not_remembered(tmp_path: Path):
-    """It could change once more in the same tick of the clock, in the same size."""
-    path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+@pytest.mark.parametrize("seconds", [0, 10])
+def test_a_file_written_just_now_is_not_remembered(tmp_path: Path, monkeypatch, seconds):
+    """It could change once more in the same tick of the clock, in the same size; guards: however long it then
+    took to read."""
+    path, cache, now = tmp_path / "a.jsonl", tmp_path / "cache", [time.time()]
     path.write_bytes(b"one")
+
+    def slow(*_) -> str:
+        now[0] += seconds
+        return "0" * 64
+
+    monkeypatch.setattr(file_hashes, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(file_hashes, "_sha256", slow)
     file_hashes.file_hashes([path], cache)
     assert not cache.exists()
 
