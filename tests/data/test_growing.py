@@ -78,7 +78,8 @@ class Dead:
 
 
 def test_what_is_written_is_read_and_what_a_killed_process_left_is_not_taken_for_whole(config, monkeypatch):
-    """Record batches that are there in full, each checked against its checksum; a length is not known."""
+    """Record batches that are there in full, each checked against its checksum and once; a length is not
+    known, nor whether the last token has a next one."""
     monkeypatch.setattr(stream, "ROWS", 512)
     monkeypatch.setattr(growing, "ROWS", 512)
     whole = prepare(replace(config, stream=False), progress=False)
@@ -86,16 +87,20 @@ def test_what_is_written_is_read_and_what_a_killed_process_left_is_not_taken_for
     content = (folder / "train.arrow").read_bytes()
     left = folder.with_name(f".{folder.name}.0000.partial")
     folder.rename(left)
-    (left / "train.arrow").write_bytes(content[: len(content) * 2 // 3])
     dataset = growing.GrowingDataset.__new__(growing.GrowingDataset)
     monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
     dataset.__init__(folder, 32, lambda: TokenCache(folder).blocks("train", 32), None, [])
     process = dataset._process = Dead(True)
     dataset._errors, errors = Pipe(duplex=False)
     errors.close()  # as the end of a killed process is
-    found = dataset.stream(0, 512 * 5)
-    assert found.tolist() == tokens[: 512 * 5].tolist() and not dataset._whole
+    for share in (1, 2):
+        (left / "train.arrow").write_bytes(content[: len(content) * share // 3])
+        stop = len(tokens) * share // 4
+        assert dataset.stream(0, stop).tolist() == tokens[:stop].tolist() and not dataset._whole
     process.alive = False
+    dataset._wait_for(dataset.stream_length // 32 - 1)
+    with pytest.raises(UserError, match="has ended"):
+        dataset._wait_for(dataset.stream_length // 32)
     with pytest.raises(UserError, match=r"the process that tokenises has ended \(killed.*: start again"):
         len(dataset)
     harmed = bytearray(content)
@@ -140,9 +145,8 @@ def test_another_thread_may_read_while_the_finished_entry_is_taken(config, monke
     partial = folder.rename(folder.with_name(f".{folder.name}.0000.partial"))
     monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
     dataset = growing.GrowingDataset(folder, 32, lambda: TokenCache(folder).blocks("train", 32), None, [])
-    dataset._process = Dead(True)
+    dataset._process = SimpleNamespace(is_alive=lambda: not partial.rename(folder))  # it has just ended
     assert dataset.stream(0, 64).tolist() == tokens[:64].tolist()
-    partial.rename(folder)
     reads = []
 
     def set_and_read(self, name, value) -> None:
