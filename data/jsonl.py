@@ -152,8 +152,7 @@ class _Decompressed(io.RawIOBase):
         elif not data:
             raise EOFError("it is empty" if self._file.tell() == 0 else "it ends early")
         self._ready = memoryview(self._stream.decompress(data))
-        if self._stream.eof:
-            self._rest = self._stream.unused_data
+        self._rest = self._stream.unused_data
         return True
 
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import zlib
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,19 @@ def test_padding_and_every_stream_after_it(tmp_path: Path, texts, name, zeros):
     assert [d.text for d in read_documents(tmp_path / name)] == texts(200, seed=1) + texts(200, seed=2)
 
 
+def test_zeros_at_the_start_of_a_piece_are_content(tmp_path: Path):
+    """Guards: a whole file called damaged, as if padding could stand inside of a stream. It is read 64 KB at
+    a time."""
+    for length in range(60):
+        texts, gz = ["x" * length, *["y" * 20] * 1800], zlib.compressobj(0, wbits=31)
+        lines = [gz.compress(rows([text])) + gz.flush(zlib.Z_FULL_FLUSH) for text in texts]
+        content = b"".join(lines) + gz.flush()
+        if content[1 << 16] == 0:
+            break
+    (tmp_path / "a.gz").write_bytes(content)
+    assert content[1 << 16] == 0 and [d.text for d in read_documents(tmp_path / "a.gz")] == texts
+
+
 @pytest.mark.parametrize("name", ["a.gz", "a.xz", "a.zst"])
 @pytest.mark.parametrize("harm", ["header", "cut off", "padding", "garbage"])
 def test_a_damaged_second_stream_is_refused(tmp_path: Path, texts, name, harm):
@@ -62,6 +76,13 @@ def test_a_damaged_second_stream_is_refused(tmp_path: Path, texts, name, harm):
     (tmp_path / name).write_bytes(first + end.get(harm, second + b"garbage"))
     with pytest.raises(UserError, match=rf"{name} is damaged or cut off after line \d+"):
         list(read_documents(tmp_path / name))
+
+
+@pytest.mark.parametrize("zeros", [1, 6, 65_535])
+def test_the_padding_of_xz_is_whole_words(tmp_path: Path, zeros):
+    (tmp_path / "a.xz").write_bytes(lzma.compress(rows(["rain"])) + bytes(zeros))
+    with pytest.raises(UserError, match=rf"a.xz is damaged or cut off after line 1 \({zeros} zeros are no"):
+        list(read_documents(tmp_path / "a.xz"))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst"])
@@ -101,6 +122,7 @@ BAD_LINES = {
     "latin-1": ('{"text": "caf\xe9"}'.encode("latin-1"), "is not UTF-8"),
     "utf-16": ('\ufeff{"text": "x"}'.encode("utf-16-le"), "is not UTF-8"),
     "half a surrogate": (b'{"text": "\\ud83d"}', "has half a surrogate pair"),
+    "nested too deep": (b"[" * 100_000, "is not JSON"),
     "a huge number": (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "is not JSON"),
 }
 
