@@ -132,6 +132,21 @@ def test_padding_does_not_change_what_is_generated(attention, tokenizer):
     assert lm.generate_until(instances("generate_until", requests)) == expected
 
 
+def test_a_batch_of_generation_has_room_for_the_longest(softmax_model, tokenizer, monkeypatch):
+    """Guards: batches larger than asked for where a short context comes before a long one."""
+    rng, sizes = random.Random(6), list[int]()
+    lm = LinGPTLM(softmax_model, tokenizer, batch_tokens=100)
+
+    def generate(contexts, new, until):
+        sizes.append(len(contexts) * (max(map(len, contexts)) + new))
+        return [""] * len(contexts)
+
+    monkeypatch.setattr(lm, "_generate", generate)
+    options = {"until": [], "max_gen_toks": 8}
+    lm.generate_until(instances("generate_until", [(sentence(rng, n), options) for n in (2, 20, 3, 9, 4)]))
+    assert max(sizes) <= 100 and len(sizes) < 5
+
+
 def test_encoding_is_lm_evals(ours):
     """The batched encoding cuts every pair where lm-eval's own `_encode_pair` does."""
     for (context, continuation), found in zip(pairs(), ours.encode_pairs(pairs()), strict=True):

@@ -353,10 +353,11 @@ def test_columns_for_contains_and_perplexity_and_an_average():
     metrics |= {"squad_contains": {"contains": 0.25, "contains_stderr": 0.05}, "fda": {"contains": 0.35}}
     scores = {f"{task} (0-shot)": score(task, metrics=values) for task, values in metrics.items()}
     some = {key: one for key, one in scores.items() if "copa" not in key}
-    results = [result("a", scores=scores), result("b", scores=some)]
+    unknown = {"copa (0-shot)": score("copa", metrics={"acc": None})}
+    results = [result("a", scores=scores), result("b", scores=some), result("c", scores=some | unknown)]
     commonsense, retrieval = suite_tables(results)
     assert commonsense.head[4:] == ["WikiText ppl", "COPA", "BoolQ", "Average"]
-    cells = [["30.5", "50.00", "60.00", "55.00"], ["30.5", "–", "60.00", "–"]]
+    cells = [["30.5", "50.00", "60.00", "55.00"], *[["30.5", "–", "60.00", "–"]] * 2]
     assert [row[4:] for row in commonsense.rows] == [*cells, ["none", "50", "50", ""]]
     assert retrieval.rows[0][4:] == ["25.00 ± 5.00", "35.00", "30.00"]
     assert "Not measured, and not in the average: LAMBADA, PIQA, HellaSwag, " in commonsense.notes[0]
