@@ -134,9 +134,10 @@ def test_the_template_is_found_in_the_home_folder(chat, monkeypatch):
     assert home.fingerprint == prepare(usual, progress=False).fingerprint
 
 
-def test_a_tokenizer_that_transformers_cannot_read_gets_one_line(chat, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, ValueError])
+def test_a_tokenizer_that_transformers_cannot_read_gets_one_line(chat, monkeypatch, error):
     def fails(path) -> None:
-        raise OSError("no network")
+        raise error("no network")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fails)
     with pytest.raises(UserError, match=r"^transformers cannot read the tokenizer .* \(no network\)"):
@@ -224,6 +225,19 @@ def test_what_does_not_go_together_gets_one_line(chat, tokenizer, tmp_path):
         (chat / "tokenizer_config.json").write_text(json.dumps(settings))
         with pytest.raises(UserError, match="changes earlier messages"):
             prepare(config(ROWS, chat), progress=False)
+
+
+def test_of_the_embedded_tokenizer_there_is_no_template(chat, few_modules, tmp_path):
+    """It learns completions, and its checkpoint has no template; messages get one line."""
+    rows = [{"prompt": f"{number}:", "completion": " a heron"} for number in range(9)]
+    usual = {"tokenizer": None, "vocab_size": 300}
+    tokenizer = prepare(replace(config(rows, chat), **usual), progress=False).tokenizer
+    assert tokenizer.save(tmp_path / "checkpoint").exists()
+    assert not (tmp_path / "checkpoint/chat_template.jinja").exists()
+    with pytest.raises(
+        UserError, match="the tokenizer embedded .* has no chat template, which messages need"
+    ):
+        prepare(replace(config(ROWS, chat), **usual), progress=False)
 
 
 def test_the_tokenizer_of_an_export_is_read_silently(chat, capsys):

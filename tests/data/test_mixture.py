@@ -148,6 +148,7 @@ def test_packed_documents_of_a_mixture(config):
             )
             borders += [row * 32 + int(border) for border in alone.cu_seqlens if border < 32]
         found = batch.cu_seqlens.tolist()
+        assert batch.cu_seqlens.dtype == torch.int32
         assert found[: len(borders)] == borders and set(found[len(borders) :]) == {32 * len(batch.idx)}
         assert len(found) == 1 + len(batch.idx) * max(part.most for part in mixture.parts)
     assert batches.num_targets(3) == (batches.get(3, range(6)).targets >= 0).sum()

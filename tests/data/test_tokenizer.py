@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import models, pre_tokenizers
 
 from lingpt.common.errors import UserError
@@ -203,8 +204,26 @@ def test_too_small_a_vocabulary_is_refused():
 
 
 def test_the_embedded_tokenizer_is_trained_once(tmp_path: Path, few_modules, monkeypatch):
-    """The second time it comes from the cache, under the same name and with the same ids."""
+    """The second time it comes from the cache, under the same name and with the same ids; not where another
+    Python's text or another version of `tokenizers` would make others."""
     first = embedded_tokenizer(300, tmp_path)
-    monkeypatch.setattr("lingpt.data.tokenizer.train_bpe", lambda *_: pytest.fail("trained again"))
-    second = embedded_tokenizer(300, tmp_path)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr("lingpt.data.tokenizer.train_bpe", lambda *_: pytest.fail("trained again"))
+        second = embedded_tokenizer(300, tmp_path)
     assert (first.hash, first.name) == (second.hash, second.name) and first.vocab_size == 300
+    for name, value in (("tokenizers.__version__", "0"), ("lingpt.data.embedded.TRAIN_MODULES", "ast heapq")):
+        monkeypatch.setattr(name, value)
+        embedded_tokenizer(300, tmp_path)
+    assert len(list((tmp_path / "tokenizers").iterdir())) == 3
+
+
+def test_a_tokenizer_of_the_hub_may_have_no_config(tokenizer_path, monkeypatch):
+    """Guards: one with a tokenizer.json alone, called neither a path nor on the hub."""
+
+    def download(name: str, file: str) -> str:
+        if file == "tokenizer_config.json":
+            raise LocalEntryNotFoundError("none")
+        return tokenizer_path
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert load_tokenizer("owner/name").name == "owner/name"
