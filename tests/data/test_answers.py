@@ -234,9 +234,7 @@ def test_of_the_embedded_tokenizer_there_is_no_template(chat, few_modules, tmp_p
     tokenizer = prepare(replace(config(rows, chat), **usual), progress=False).tokenizer
     assert tokenizer.save(tmp_path / "checkpoint").exists()
     assert not (tmp_path / "checkpoint/chat_template.jinja").exists()
-    with pytest.raises(
-        UserError, match="the tokenizer embedded .* has no chat template, which messages need"
-    ):
+    with pytest.raises(UserError, match=r"the tokenizer embedded .* has no chat template, which"):
         prepare(replace(config(ROWS, chat), **usual), progress=False)
 
 
