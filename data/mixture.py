@@ -128,8 +128,7 @@ class Mixture:
 
     def _join(self, i: int, numbers: np.ndarray) -> np.ndarray:
         """The inverse of `split`: the index of block `numbers` of source `i`."""
-        if i < len(self.parts) - 1:
-            numbers = -(-(numbers + 1) * self._rests[i] // self.shares[i]) - 1
+        numbers = -(-(numbers + 1) * self._rests[i] // self.shares[i]) - 1
         for share, rest in reversed(list(zip(self.shares[:i], self._rests[:i], strict=True))):
             numbers = numbers * rest // (rest - share)
         return numbers

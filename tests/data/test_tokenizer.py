@@ -198,6 +198,13 @@ def test_the_bpe_is_deterministic(tokenizer, tmp_path: Path):
     assert done.stdout.strip() == tokenizer.hash
 
 
+def test_ids_differ_where_the_other_tokenizer_has_another_token_or_none(tokenizer):
+    raw = tokenizers.Tokenizer.from_str(tokenizer.raw.to_str())
+    raw.add_tokens(["<a>", "<b>"])
+    more = Tokenizer(raw, "more")
+    assert (tokenizer.count_differing_ids(more), more.count_differing_ids(tokenizer)) == (0, 2)
+
+
 def test_too_small_a_vocabulary_is_refused():
     with pytest.raises(UserError, match="vocab_size 256 is too small"):
         train_bpe(["text"], 256)
