@@ -162,7 +162,7 @@ def saved_corpus(source: str, text_key: str, cache_dir: Path | None) -> Corpus:
     splits = found if isinstance(found, dict) else {"train": found}
     files = {name: [Path(file["filename"]) for file in rows.cache_files] for name, rows in splits.items()}
     record = [[name, file_hashes(paths, cache_dir)] for name, paths in files.items()]
-    return _rows_corpus(source, splits, "", ["saved", record], text_key)
+    return _rows_corpus(source, splits, "", ["saved", record], text_key, one=f"{source}/<split>")
 
 
 def _rows_corpus(
@@ -172,14 +172,13 @@ def _rows_corpus(
     record: list[Any],
     text_key: str,
     clean: Callable[[str, str], str] | None = None,
+    one: str = "hf:owner/name:config:split",
 ) -> Corpus:
-    """The corpus of these splits; of `split` alone, unless it is empty. record: identifies the rows."""
+    """The corpus of these splits; of `split` alone, unless it is empty. record: identifies the rows. one: how
+    a user names a split."""
     train = split or ("train" if "train" in found or len(found) != 1 else next(iter(found)))
     if train not in found:
-        raise UserError(
-            f"{source} has no split {train!r}: name one, as hf:owner/name:config:split "
-            f"(of {', '.join(found)})"
-        )
+        raise UserError(f"{source} has no split {train!r}: name one, as {one} (of {', '.join(found)})")
     val = next((name for name in ("validation", "valid", "val", "dev") if name in found and not split), None)
     record = record + ([split, text_key] if split or text_key != TEXT_KEY else [])
     unused = ", ".join(name for name in found if name not in (train, val))

@@ -86,9 +86,28 @@ def test_splits_of_a_data_set(tmp_path: Path):
     assert len({one.content_hash for one in (corpus, *named, alone)}) == 4
 
 
+@pytest.mark.parametrize("name", ["validation", "valid", "val", "dev"])
+def test_the_splits_of_a_data_set_have_names(tmp_path: Path, name):
+    """Without `train`, the only one is read, and of several one is to be named: it is a folder."""
+    rows = {split: datasets.Dataset.from_dict({"text": [split]}) for split in ("train", name)}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "d")
+    assert open_corpus(str(tmp_path / "d")).rule == f"held out: its split {name}"
+    datasets.DatasetDict({name: rows[name]}).save_to_disk(tmp_path / "one")
+    assert [d.text for d in open_corpus(str(tmp_path / "one")).train.read()] == [name]
+    datasets.DatasetDict({name: rows[name], "more": rows[name]}).save_to_disk(tmp_path / "two")
+    with pytest.raises(
+        UserError, match=rf"has no split 'train': name one, as .*two/<split> \(of {name}, more\)"
+    ):
+        open_corpus(str(tmp_path / "two"))
+    assert [d.text for d in open_corpus(str(tmp_path / "two" / "more")).train.read()] == [name]
+
+
 def test_another_column_or_split_is_another_corpus(tmp_path: Path, monkeypatch):
     """Guards: the cached tokens of one taken for those of the other. A named split is all that is read."""
-    datasets.Dataset.from_dict({"text": ["a"], "body": ["b"]}).save_to_disk(tmp_path / "d")
+    rows = datasets.Dataset.from_dict({"text": ["a"], "body": ["b"], "dotted.name": ["c"]})
+    rows.save_to_disk(tmp_path / "d")
+    dotted = open_corpus(str(tmp_path / "d"), text_key="dotted.name")
+    assert [document.text for document in dotted.train.read()] == ["c"]
     text, body = (open_corpus(str(tmp_path / "d"), text_key=key).content_hash for key in ("text", "body"))
     assert text != body
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
@@ -98,7 +117,9 @@ def test_another_column_or_split_is_another_corpus(tmp_path: Path, monkeypatch):
     texts = [[document.text for document in corpus.train.read()] for corpus in corpora]
     assert texts == [["train"], ["train"], ["validation"]]
     assert [corpus.val is None for corpus in corpora] == [False, True, True]
-    assert len({corpus.content_hash for corpus in corpora}) == 3
+    write_parquet(tmp_path / "hub" / "train.parquet", text=["trail"])  # of the same size
+    corpora.append(open_corpus(f"hf:{tmp_path / 'hub'}"))
+    assert len({corpus.content_hash for corpus in corpora}) == 4
 
 
 @pytest.mark.parametrize(
