@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from huggingface_hub.errors import LocalEntryNotFoundError
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig, Tokenizer, load_tokenizer, prepare
@@ -54,6 +54,17 @@ def test_end_of_text_is_text_however_the_token_is_declared(tokenizer, change):
     assert declared.eos_id == 0 and 0 not in ids and declared.decode(ids) == text
 
 
+def test_what_a_tokenizer_adds_to_a_text_is_left_out(tokenizer):
+    """Guards: documents and prompts that begin and end with the tokens of a template, as Llama's do."""
+    raw = tokenizers.Tokenizer.from_str(tokenizer.raw.to_str())
+    end = "<|endoftext|>"
+    raw.post_processor = processors.TemplateProcessing(single=f"{end} $A {end}", special_tokens=[(end, 0)])
+    adds = Tokenizer(raw, "adds")
+    assert adds.raw.encode("a mill").ids == [0, *tokenizer.encode("a mill"), 0]
+    for encode in (adds.encode_documents, adds.encode_batch):
+        assert encode(["a mill"]) == [tokenizer.encode("a mill")]
+
+
 def test_a_vocabulary_with_no_other_tokens_for_end_of_text_is_refused():
     """Guards: the same where the whole word is a token of the model itself."""
     raw = tokenizers.Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1, "?": 2}, unk_token="?"))
@@ -73,6 +84,8 @@ def test_a_tokenizer_that_panics_is_one_line(tokenizer, tmp_path: Path):
         with pytest.raises(UserError, match=r"tokenizer panics fails on this text .*retry-limit") as error:
             encode(["a" * 40 + "b"])
         assert "\n" not in str(error.value)
+    with pytest.raises(TypeError):  # not of the tokenizer
+        panics.encode_batch([None])
 
 
 def test_added_tokens_count(tokenizer_path):
@@ -227,10 +240,14 @@ def test_the_embedded_tokenizer_is_trained_once(tmp_path: Path, few_modules, mon
 def test_a_tokenizer_of_the_hub_may_have_no_config(tokenizer_path, monkeypatch):
     """Guards: one with a tokenizer.json alone, called neither a path nor on the hub."""
 
+    asked = []
+
     def download(name: str, file: str) -> str:
+        asked.append(file)
         if file == "tokenizer_config.json":
             raise LocalEntryNotFoundError("none")
         return tokenizer_path
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert load_tokenizer("owner/name").name == "owner/name"
+    assert asked == ["tokenizer.json", "tokenizer_config.json"]
