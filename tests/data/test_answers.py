@@ -192,6 +192,8 @@ def test_the_template_identifies_the_data(chat):
         ({"prompt": "a", "completion": 3}, "line 1 has no answer, or what is not text"),
         ({"prompt": "a", "completion": ""}, "has no answer"),
         ({"messages": [{"role": "user", "content": "a"}]}, "has no answer"),
+        ({"messages": []}, "line 1 has no answer"),
+        ({"prompt": "a", "completion": "\ud83d"}, "line 1 has half a surrogate pair"),
         ({"messages": [{"role": "user"}]}, "has no messages, or prompt"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "line 1 begins with an answer"),
         (["messages"], "has no messages, or prompt"),
@@ -200,6 +202,18 @@ def test_the_template_identifies_the_data(chat):
 def test_a_row_without_an_answer_gets_one_line(chat, row, error):
     with pytest.raises(UserError, match=error):
         prepare(config([row], chat), progress=False)
+
+
+def test_a_line_may_have_a_mark_and_windows_end(chat):
+    """And one that no JSON reader can follow is named."""
+    expected, windows = prepare(config(ROWS * 3, chat), progress=False), chat / "windows.jsonl"
+    lines = (chat / "rows.jsonl").read_bytes()
+    windows.write_bytes(b"\xef\xbb\xbf" + lines.replace(b"\n", b"\r\n"))
+    found = prepare(config([], chat, source=str(windows)), progress=False)
+    assert found.train.stream(0, 10**6).tolist() == expected.train.stream(0, 10**6).tolist()
+    (chat / "deep.jsonl").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"deep.jsonl, line 1 is not JSON in UTF-8 \(.*recursion"):
+        prepare(config([], chat, source=str(chat / "deep.jsonl")), progress=False)
 
 
 def test_what_does_not_go_together_gets_one_line(chat, tokenizer, tmp_path):

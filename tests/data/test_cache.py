@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import zlib
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -412,6 +413,16 @@ def test_a_damaged_entry_is_named(config, damage):
     (folder / "train.arrow").write_bytes(harmed[damage])
     with pytest.raises(UserError, match=f"delete {folder} and run again"):
         prepare(config, progress=False)
+
+
+def test_documents_are_read_as_they_are_tokenised(tokenizer, monkeypatch):
+    """Guards: a corpus that is read into memory as a whole."""
+    monkeypatch.setattr("lingpt.data.tokens.BATCH_CHARACTERS", 1)
+    read = []
+    documents = (read.append(number) or Document("mills", 0) for number in range(1000))
+    with closing(encode_documents(documents, tokenizer, 2)) as encoded:
+        next(encoded)
+        assert len(read) == 6
 
 
 def test_tokenising_leaves_the_environment_alone(config, monkeypatch):
