@@ -209,6 +209,9 @@ def test_packed_sequences_do_not_see_each_other(exported, tokens):
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     for given in ({"position_ids": positions}, {"cu_seq_lens_q": torch.tensor([0, 23, 63, 70])}):
         torch.testing.assert_close(exported(row, **given).logits, torch.cat(parts, dim=1), rtol=0, atol=1e-5)
+    long, filled = row.repeat(1, 2), torch.cat([torch.arange(96), torch.arange(44)])[None]  # 96 fit
+    found = exported(long, position_ids=filled).logits[:, :96]
+    torch.testing.assert_close(found, exported(long[:, :96]).logits, rtol=0, atol=1e-5)
     rows, two = row.repeat(2, 1), torch.cat([positions, torch.arange(70)[None]])
     whole = torch.cat([torch.cat(parts, dim=1), exported(row).logits])
     torch.testing.assert_close(exported(rows, position_ids=two).logits, whole, rtol=0, atol=1e-5)
@@ -329,6 +332,7 @@ def test_mistakes_are_one_line(tmp_path, tokens):
     cache = model(tokens, use_cache=True).get(CACHE)
     few = lingpt.hf.LinGPTCache(cache.layers[:3])
     twice = torch.cat([torch.arange(35), torch.arange(35)])[None]
+    longer = torch.cat([torch.arange(97), torch.arange(43)])[None]
     joined = {"input_ids": tokens[:, :3], "cu_seq_lens_q": torch.tensor([0, 2, 3, 5, 6])}
     later = {"input_ids": tokens[:, :3], "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
     hole = {"input_ids": tokens[:, :3], "attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}
@@ -346,6 +350,7 @@ def test_mistakes_are_one_line(tmp_path, tokens):
         ({"input_ids": tokens[:, :0]}, "nothing to continue"),
         ({}, "give input_ids or inputs_embeds"),
         ({"input_ids": tokens.repeat(1, 2)}, "140 tokens, but the model's block size is 96"),
+        ({"input_ids": tokens.repeat(1, 2), "position_ids": longer}, "97 tokens, but the model's block size"),
         ({"input_ids": tokens, "past_key_values": object()}, "holds no states"),
         ({"input_ids": tokens, "cache": object()}, "holds no states"),
         ({"input_ids": tokens[:1], "past_key_values": cache}, "a cache of 4 layers and 2 rows for 4 and 1"),
