@@ -158,11 +158,8 @@ def load_tasks(name: str, num_fewshot: int = 0, data: Path | None = None) -> dic
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if data is not None:
         check_folder(data)
-    stamp = (
-        tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(data.glob("*.jsonl")))
-        if data
-        else ()
-    )
+    files = sorted(f for f in data.glob("*.jsonl") if f.is_file()) if data else []  # no broken links
+    stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files)
     loaded = _load(name, num_fewshot, data and str(data), stamp)
     for task in loaded["tasks"].values():
         task.set_fewshot_seed(DEFAULT_OTHER_SEED)

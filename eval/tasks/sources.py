@@ -158,7 +158,7 @@ def read_split(folder: Path, source: Source, split: str, name: str | None) -> li
 
 
 def read_rows(file: Path, fields: dict[str, str]) -> list[dict[str, Any]]:
-    """Every row of a file, checked to have `fields` of their kinds; cached while the file is unchanged.
+    """`fields` of every row of a file, checked to be of their kinds; cached while the file is unchanged.
 
     UserError, naming file and line, if a row does not.
     """
@@ -179,6 +179,9 @@ def _read(file: Path, fields: tuple[tuple[str, str], ...], mtime: int, size: int
 def _row(line: bytes, where: str, fields: dict[str, str]) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: has half a surrogate pair, which is no text: mend the line") from error
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or str(error)
         raise UserError(f"{where}: not JSON ({reason}); the file may be cut off") from error
@@ -190,4 +193,4 @@ def _row(line: bytes, where: str, fields: dict[str, str]) -> dict[str, Any]:
         if not fits(value, row):
             shown = json.dumps(value, ensure_ascii=False)[:40]
             raise UserError(f"{where}: {field!r} is {shown}; it must be {words}")
-    return row
+    return {field: row[field] for field in fields}  # other fields may be of any types, which Arrow refuses

@@ -152,6 +152,7 @@ def test_bad_lines_are_named(tmp_path):
     for text, message in [
         (good + '\n{"goal": "cut o', r"piqa_valid\.jsonl:2: not JSON"),
         (good + '\n\n{"goal": "g", "sol1": "a", "label": 0}\n', r"piqa_valid\.jsonl:3: no 'sol2'"),
+        (json.dumps(json.loads(good) | {"goal": "\ud83d"}), "jsonl:1: has half a surrogate pair"),
         ("\n", "is empty"),
     ]:
         file.write_text(text)
@@ -196,6 +197,14 @@ def test_a_row_of_the_wrong_types_is_named(tmp_path, name, task, row, change, me
     with pytest.raises(UserError, match=rf"{name}\.jsonl:2: .*{message}") as error:
         load_tasks(task, 0, tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_what_a_task_does_not_read_is_ignored(tmp_path):
+    """Guards: tracebacks of another field, whose types differ by row, and of a link to nowhere beside it."""
+    rows = [PIQA | {"id": 1, "note": {}}, PIQA | {"id": "x2", "note": [2**70]}, PIQA]
+    (tmp_path / "piqa_valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "other.jsonl").symlink_to(tmp_path / "nowhere")
+    assert len(load_tasks("piqa", 0, tmp_path)["tasks"]["piqa"].eval_docs) == 3
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path):
