@@ -5,6 +5,7 @@ import functools
 import hashlib
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -112,9 +113,12 @@ def _evaluate(lm: "LinGPTLM", name: str, loaded: dict[str, Any], limit: int | No
 
 
 def metrics_of(found: dict[str, Any]) -> dict[str, float | None]:
-    """`{"acc,none": 0.5, "acc_stderr,none": 0.1, …}` → `{"acc": 0.5, "acc_stderr": 0.1}`; None if missing."""
+    """`{"acc,none": 0.5, "acc_stderr,none": 0.1, …}` → `{"acc": 0.5, "acc_stderr": 0.1}`; None if missing, or
+    NaN."""
     return {
-        key.removesuffix(",none"): float(value) if isinstance(value, (int, float)) else None
+        key.removesuffix(",none"): float(value)
+        if isinstance(value, (int, float)) and not math.isnan(value)
+        else None
         for key, value in found.items()
         if "," in key
     }

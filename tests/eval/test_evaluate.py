@@ -14,7 +14,7 @@ from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import write_manifest
 from lingpt.eval import scores, scoring
-from lingpt.eval.harness import parse_task, prompt_hash
+from lingpt.eval.harness import metrics_of, parse_task, prompt_hash
 from lingpt.eval.lm import LinGPTLM
 from lingpt.eval.runs import find_checkpoints
 from lingpt.eval.scores import About, read_results, results_path, unpack_bits
@@ -300,6 +300,12 @@ def test_the_prompts_of_other_questions_have_another_hash():
     assert len({hashed(*each) for each in ((a, b), (a, b), (b, a), (a,), (a, a), (generated, b))}) == 5
     pairs = [([1], [2])], [([1], [2])], [([1], [3])], [([2], [2])], [([1], [2])] * 2
     assert len({*map(prompts_hash, pairs)}) == 4
+
+
+def test_a_metric_that_is_no_number_is_none():
+    """Guards: NaN in the file of scores, which was then damaged when it was read, with all other scores."""
+    found = {"alias": "x", "acc,none": 1, "acc_stderr,none": "N/A", "f1,none": math.nan, "em,strict": 0.5}
+    assert metrics_of(found) == {"acc": 1.0, "acc_stderr": None, "f1": None, "em,strict": 0.5}
 
 
 def test_cards_follow_the_first(monkeypatch):
