@@ -195,13 +195,13 @@ def find_checkpoints(
     Args:
         root: the folder of runs.
         model: selects the newest run of each attention form of this model; by default the newest run's model.
-        runs: evaluate all of these runs (or checkpoint folders of runs, or model folders) instead.
+        runs: evaluate all of these runs (or checkpoint folders of runs, or model folders) instead, each once.
         left_out: called with a line on each run that cannot be read, which is skipped.
 
     Raises UserError if nothing can be evaluated, naming what can.
     """
     if runs := list(runs):
-        return skip_failing(_require_checkpoint, [Path(run) for run in runs], left_out)
+        return list(dict.fromkeys(skip_failing(_require_checkpoint, [Path(run) for run in runs], left_out)))
     every = [path.parent for path in sorted(Path(root).glob(f"*/{CONFIG}"))]
 
     def newest_of(run: Path) -> Checkpoint | None:

@@ -60,9 +60,9 @@ def test_the_model_defaults_to_the_newest_run(tmp_path, tokenizer):
 
 
 def test_runs_by_name(tmp_path, tokenizer):
-    """--runs takes runs in their order, several of one attention, and single checkpoints."""
+    """--runs takes runs in their order, each once, several of one attention, and single checkpoints."""
     a, b = (write_run(tmp_path, name, "ours", tokenizer, steps=(1, 2)) for name in "ab")
-    found = find_checkpoints(tmp_path, runs=[b, a / "checkpoints" / "step-00000001"])
+    found = find_checkpoints(tmp_path, runs=[b, a / "checkpoints" / "step-00000001", b])
     assert [(c.run.name, c.step) for c in found] == [("b", 2), ("a", 1)]
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match=r"is a folder of runs \(.*\), and no run: give some of them"):
