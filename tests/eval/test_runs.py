@@ -12,9 +12,9 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import write_json
 from lingpt.common.run_folder import CONFIG, attention_label, find_model_folder, read_manifest, write_manifest
 from lingpt.eval.runs import Checkpoint, find_checkpoints
-from lingpt.models import OPTIMIZER, save_index, write_shards
+from lingpt.models import OPTIMIZER, save_index, save_model, write_shards
 
-from .conftest import evaluate, tiny_model, write_checkpoint, write_run
+from .conftest import BLOCK_SIZE, evaluate, tiny_model, write_checkpoint, write_run
 
 
 def age(run, seconds):
@@ -49,9 +49,11 @@ def test_newest_run_of_each_attention(tmp_path, tokenizer):
 
 
 def test_the_model_defaults_to_the_newest_run(tmp_path, tokenizer):
-    """Without --model, the model trained last; a name that has no run gets the nearest."""
+    """Without --model, the model trained last, and no run without a checkpoint; the nearest to a name that
+    has no run."""
     age(write_run(tmp_path, "a", "ours", tokenizer, model="pythia-14m"), 10)
-    age(write_run(tmp_path, "b", "ours", tokenizer, model="demo"), 20)
+    age(write_run(tmp_path, "b", "gla", tokenizer, model="demo"), 20)
+    write_run(tmp_path, "just begun", "softmax", tokenizer, steps=(), model="pythia-31m")
     assert [c.model for c in find_checkpoints(tmp_path)] == ["pythia-14m"]
     with pytest.raises(UserError, match=r"no run of pythia-70m .*did you mean 'pythia-14m'"):
         find_checkpoints(tmp_path, "pythia-70m")
@@ -149,7 +151,8 @@ def test_fingerprint_and_dtype(tmp_path, tokenizer):
             parameter.add_(1e-6 * torch.rand_like(parameter))
     write_checkpoint(second.folder, model, tokenizer)
     assert find_checkpoints(tmp_path, runs=[two])[0].weights != first.weights
-    write_checkpoint(second.folder, model.bfloat16(), tokenizer)
+    model.bfloat16().blocks[0].attn.float()  # the smaller part
+    write_checkpoint(second.folder, model, tokenizer)
     assert find_checkpoints(tmp_path, runs=[two])[0].dtype == "bfloat16"
 
 
@@ -164,6 +167,34 @@ def test_a_model_folder_of_which_a_file_has_changed_is_scored_again(tmp_path, hf
     assert find_checkpoints(tmp_path, runs=[tmp_path / "model"])[0].weights != before.weights
 
 
+@pytest.mark.parametrize("attention", ["ours", ["softmax", "ours"]])
+def test_a_model_folder_is_what_its_config_says(tmp_path, tokenizer, attention):
+    """The attention of each layer, too; and it needs its tokenizer."""
+    save_model(tiny_model(attention), tmp_path)
+    with pytest.raises(UserError, match=r"has no tokenizer\.json: copy that of the run into it"):
+        find_checkpoints(tmp_path, runs=[tmp_path])
+    tokenizer.save(tmp_path)
+    (found,) = find_checkpoints(tmp_path, runs=[tmp_path])
+    assert found.attention == (attention if attention == "ours" else tuple(attention))
+    assert (found.name, found.step, found.train_length) == (tmp_path.name, 0, BLOCK_SIZE)
+
+
+def test_the_dtype_of_a_model_of_transformers(tmp_path, hf_folder):
+    """Its config's, under the older name too; else that of the weights."""
+    shutil.copytree(hf_folder, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    del config["dtype"]
+    for given, dtype in (
+        ({}, "float32"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+    ):
+        write_json(file, config | given)
+        (found,) = find_checkpoints(tmp_path, runs=[file.parent])
+        assert found.dtype == dtype
+
+
 def test_a_checkpoint_in_shards_is_scored_as_one_file_is(tmp_path, tokenizer, eval_data):
     """Guards: nothing was scored of a model that FSDP had trained: it has no file of all weights."""
     runs = [write_run(tmp_path, name, "ours", tokenizer) for name in ("whole", "sharded")]
@@ -173,7 +204,8 @@ def test_a_checkpoint_in_shards_is_scored_as_one_file_is(tmp_path, tokenizer, ev
     write_shards(sharded.folder, {**model.state_dict(), f"{OPTIMIZER}moment": torch.zeros(7)}, None)
     save_index(model, sharded.folder)
     write_manifest(sharded.folder, {"step": 10})
-    sharded = find_checkpoints(tmp_path, runs=[runs[1]])[0]
+    (sharded,) = find_checkpoints(tmp_path)  # written last
+    assert sharded.run == runs[1]
     assert sharded.parameters == whole.parameters == model.num_parameters()
     found = [evaluate(one, ["piqa"], data=eval_data, device="cpu").scores for one in (whole, sharded)]
     assert found[0]["piqa (0-shot)"].metrics == found[1]["piqa (0-shot)"].metrics
