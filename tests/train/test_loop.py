@@ -10,6 +10,7 @@ import signal
 import time
 import weakref
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -307,11 +308,17 @@ def test_a_diverged_run_is_not_burnt_again(make_recipe, monkeypatch, capsys):
 
 
 def test_a_skipped_step_is_logged_and_can_be_replayed(make_recipe, monkeypatch):
-    """Whatever the log's interval: which blocks it had, and what they say."""
+    """Whatever the log's interval: which blocks it had, and what they say. A line's rate is that since the
+    line before."""
     with monkeypatch.context() as patch:
         poison(patch, steps={4})
-        folder = train(make_recipe(log_interval=100))
-    (line,) = [line for line in read_metrics(folder) if line.get("skipped")]
+        folder = train(make_recipe(log_interval=5))
+    lines = [line for line in read_metrics(folder) if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [4, 5, 6], "skipped, the interval's, and the last"
+    for before, line in pairwise([{"tokens": 0, "train_time": 0.0}, *lines]):
+        rate = (line["tokens"] - before["tokens"]) / (line["train_time"] - before["train_time"])
+        assert line["tokens_per_second"] == pytest.approx(rate)
+    (line,) = [line for line in lines if line.get("skipped")]
     dataset = prepare(make_recipe().data, progress=False)
     batches = BatchSampler(dataset.train, make_recipe().train.seed, 8)
     assert line["step"] == 4 and line["blocks"] == batches.indices(3)
