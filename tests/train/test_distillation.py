@@ -166,6 +166,11 @@ def test_a_teacher_that_cannot_teach_is_told_before_any_work(make_recipe):
         student.data = replace(student.data, seq_len=seq_len)
         with pytest.raises(UserError, match=message):
             check_recipe(student)
+    student = make_recipe(imitate="logits", teacher=str(teacher))
+    student.data = replace(student.data, seq_len=256)
+    for n_layer in (1, 2):
+        student.model = replace(student.model, n_layer=n_layer, block_size=256)
+        check_recipe(student)  # its sequences are as long as the teacher's can be; its layers are its own
 
 
 @pytest.mark.parametrize("kind", [AttentionTransferLoss, LogitsLoss])
