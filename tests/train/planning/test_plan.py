@@ -26,7 +26,8 @@ def foretold(attention: str, seq_len: int, n: int = 1, devices: int = 1, **optio
 
 def test_a_linear_attention_keeps_its_rate_at_any_length():
     """Less what is sent, a little more of it where blocks are recomputed, and much more beyond one host."""
-    one, nothing, _ = foretold("ours", 8192)
+    one, nothing, alone = foretold("ours", 8192)
+    assert "\ncontext" not in alone and "blocks' inputs" not in alone, "of options that are not given"
     rate, sending, plan = foretold("ours", 2**20, n=8, devices=8)
     assert nothing == 0 and 0 < sending < 0.01
     assert rate == pytest.approx(one * (1 - sending), rel=1e-6)
