@@ -9,8 +9,19 @@ from lingpt import UserError
 from lingpt.layers import GLA, GatedLinearAttention, LinearAttention
 from lingpt.models import GPT, Config
 
-LAYERS = {
-    "ours": (LinearAttention, {"num_kv_heads": 2, "head_dim": 32}, {}),
+LAYERS: dict[str, tuple[type, dict, dict]] = {
+    "ours": (
+        LinearAttention,
+        {
+            "num_kv_heads": 2,
+            "head_dim": 32,
+            "bias": True,
+            "norm_qk": True,
+            "rope_base": 500.0,
+            "rotary_percentage": 0.5,
+        },
+        {},
+    ),
     "ours-gated": (
         GatedLinearAttention,
         {"num_kv_heads": 2},
@@ -35,7 +46,7 @@ def pair(request):
         "rotary_percentage": 1.0,
         "block_size": 96,
     }
-    shape |= {NAMES[name]: size for name, size in sizes.items()}
+    shape |= {NAMES.get(name, name): size for name, size in sizes.items()}
     config = Config(name="model", attention=request.param, **shape, **options)
     model = GPT(config)
     model.blocks[0].attn.load_state_dict(layer.attn.state_dict())
@@ -98,6 +109,18 @@ def test_a_state_is_where_it_was_after_an_error(pair):
 def test_gla_has_heads_of_any_size():
     """Guards: a size refused for rotary embeddings, which it has not."""
     assert GLA(96, 8)(torch.randn(1, 5, 96)).shape == (1, 5, 96)
+
+
+def test_a_gated_layer_with_another_gate_or_none():
+    """Guards: a default activation that stands in for the one given, or is refused as there is no gate."""
+    assert GatedLinearAttention(64, 4, gate_activation="silu").config.gate_activation == "silu"
+    bare = GatedLinearAttention(64, 4, output_gate=False, short_conv=False)
+    assert {name.split(".")[0] for name in bare.attn.state_dict()} == {
+        "qkv",
+        "proj",
+        "decay_proj",
+        "decay_bias",
+    }
 
 
 def test_mistakes_are_one_line():
