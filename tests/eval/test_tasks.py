@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from lingpt.common.errors import UserError
 from lingpt.eval.suites import COMMONSENSE, RETRIEVAL
 from lingpt.eval.tasks.benchmark import covered, load_tasks, local_tasks
-from lingpt.eval.tasks.sources import official_questions, read_split, sources
+from lingpt.eval.tasks.sources import benchmark_folder, official_questions, read_split, sources
 
 STOCK = Path(lm_eval.tasks.__file__).parent
 CASES = [("arc_easy", 0), ("arc_easy", 5), ("arc_challenge", 3), ("piqa", 0), ("mmlu", 5)]
@@ -211,6 +211,13 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
     (tmp_path / "piqa_valid.jsonl").write_bytes(json.dumps(PIQA).encode() + b"\n\xff\xfe\n")
     with pytest.raises(UserError, match=r"piqa_valid\.jsonl:2: not JSON"):
         load_tasks("piqa", 0, tmp_path)
+
+
+def test_the_folder_that_is_given_precedes_the_environments(monkeypatch):
+    """An empty EVAL_DATA is none."""
+    for given, variable, folder in (("a", "b", Path("a")), (None, "b", Path("b")), (None, "", None)):
+        monkeypatch.setenv("EVAL_DATA", variable)
+        assert benchmark_folder(given) == folder
 
 
 def test_unknown_tasks(eval_data):
