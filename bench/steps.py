@@ -294,7 +294,8 @@ def _time_round(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) 
     if row.attention not in IDENTITIES:
         config = recipe.model.config()
         kernels = attention_kernels(config, device, machine.precision)
-    torch.compiler.reset()  # or blocks would be broken into graphs where another attention broke them
+    # The pieces of a block that a graph break (of `gla-fla`) leaves in the cache would serve others, too.
+    torch.compiler.reset()
     began = time.perf_counter()
     trained = Trained(recipe, row.attention, parallel)
     trained.step()
