@@ -25,7 +25,7 @@ from typing import Any
 
 from lingpt.common import arguments
 from lingpt.common.errors import INTERRUPTED, Interrupted, UserError, nearest
-from lingpt.common.files import DISK_ERRORS, disk_fix
+from lingpt.common.files import DISK_ERRORS, FULL_DISK, disk_fix
 from lingpt.common.install import install_command, installed_version
 from lingpt.common.local_rank import local_rank
 from lingpt.common.parent import STOP_SIGNALS, end_with_parent, signals_to
@@ -182,7 +182,7 @@ def user_message(error: BaseException) -> str | None:
         package = str(error.name).partition(".")[0]
         extra = _extra_with(package)
         return f"{package} is not installed: {install_command(extra)}" if extra else None
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space and start again"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:

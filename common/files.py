@@ -25,6 +25,7 @@ import yaml
 
 from lingpt.common.errors import UserError, one_line
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # Errors of a disk that is read-only, failing, gone, or not ours to write: not bugs of LinGPT.
 DISK_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)
 _MOST_NODES = 100_000  # values in a YAML file
@@ -155,7 +156,7 @@ def disk_fix(error: OSError, path: Path | str) -> str:
     """Advice to the user about a disk that `path` cannot be written to."""
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"make {path} writable"
-    if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (None, *FULL_DISK):
         return f"free some space on the disk of {path}"
     return f"check the disk of {path}"
 

@@ -1,6 +1,5 @@
 """Data sets of `datasets`, from the Hugging Face hub or a folder; the hub's errors as one line."""
 
-import errno
 import hashlib
 import json
 import logging
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lingpt.common.errors import UserError, first_line, one_line
+from lingpt.common.files import FULL_DISK
 from lingpt.data.corpus import TEXT_KEY, Corpus, Document, Split
 from lingpt.data.file_hashes import file_hashes
 from lingpt.data.parquet import ROWS, text_reader
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import datasets
 
 HUB = "hf:"  # what a source on the hub begins with
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 ADVICE = "train on text of your own with --data.source <path> (make: DATA=<path>), or on `embedded`"
 
 
