@@ -109,16 +109,20 @@ def _draw_model(rows: list[DecodeRow], times: Any, states: Any) -> None:
     )
     kinds = list(itertools.product(batch_sizes, steps))
     styles = dict(zip(attentions, line_styles(attentions), strict=True))
+    with_state: set[str] = set()
     for attention, (batch, step) in itertools.product(attentions, kinds):
         style = styles[attention] | {"linestyle": DASHES[kinds.index((batch, step)) % len(DASHES)]}
         own = sorted(
             (row for row in rows if (row.attention, row.batch_size, row.step) == (attention, batch, step)),
             key=lambda row: row.context,
         )
+        if not own:
+            continue
         x, label = [row.context for row in own], f"{attention}, batch {batch}"
         label += f", {step}" if len(steps) > 1 else ""
         times.plot(x, [row.ms for row in own], label=label, markersize=4, linewidth=1.5, **style)
-        if (batch, step) == (batch_sizes[0], steps[0]):
+        if attention not in with_state:
+            with_state.add(attention)
             y = [(row.state_bytes or 0) / 1e6 for row in own]
             states.plot(x, y, markersize=4, linewidth=1.5, **style)
     for panel, what, unit in ((times, "time", "ms"), (states, "state", "MB")):

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lingpt.bench import decoding
+from lingpt.bench import decoding, decoding_results
 from lingpt.bench.decoding import FORMS, Decoder, bench_decoding, choose_configs, measure
 from lingpt.bench.decoding_results import COLUMNS, DecodeResults, DecodeRow
 from lingpt.bench.step_results import SHORT_CONV
@@ -108,16 +109,20 @@ def test_eager_steps_stand_beside_graphs(tmp_path: Path, monkeypatch: pytest.Mon
     """Two rows of one cell otherwise, in the table and as two lines of the picture."""
     rows = [DecodeRow("demo", "ours", 1, n, g, ms=1.0, fastest_ms=1.0, state_bytes=8) for g in (True, False)
             for n in (16, 64)]  # fmt: skip
+    rows.append(DecodeRow("demo", "gla", 1, 16, True, ms=1.0, fastest_ms=1.0, state_bytes=8))
     results = bench_decoding("demo", ["ours"], [16], [1], device="cpu", graph=True)
     for row in rows:
         results.put(row)
-    assert [row.graph for row in results.rows] == [False, True, True, False]
+    assert [row.graph for row in results.rows] == [False, True, True, False, True]
     assert "| demo | ours | 1 | 16 | graph | 1.00 (1.00) |" in results.table()
     assert "| demo | ours | 1 | 16 | eager | 1.00 (1.00) |" in results.table()
-    monkeypatch.setattr("lingpt.plots.figures.FORMATS", ("svg",))  # text in it can be read
+    drawn: list[Any] = []
+    monkeypatch.setattr(decoding_results, "save_formats", lambda figure, *_: drawn.append(figure))
     results.draw(tmp_path)
-    picture = (tmp_path / "decode.svg").read_text()
-    assert "ours, batch 1, graph" in picture and "ours, batch 1, eager" in picture
+    times, states = drawn[0].axes
+    lines = ["ours, batch 1, eager", "ours, batch 1, graph", "gla, batch 1, graph"]
+    assert [line.get_label() for line in times.lines] == lines, "what was not measured has none"
+    assert len(states.lines) == 2, "one for each attention"
 
 
 @pytest.mark.slow
