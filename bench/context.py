@@ -107,7 +107,8 @@ def bench_context(
         for row, then in zip(rows, [*rows[1:], None], strict=True):
             own, waiting = waiting, start(then) if then else None
             assert own
-            session.turn(row, functools.partial(_measure, own, session, steps, everywhere, out))
+            with own:  # those of a row that is left out still wait
+                session.turn(row, functools.partial(_measure, own, session, steps, everywhere, out))
             print_rank0(row.line())
     return results
 

@@ -112,8 +112,21 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch):
 
 
 def test_a_row_that_the_budget_does_not_hold_is_shorter_or_left_out(tmp_path: Path, monkeypatch):
-    """One step instead of three; none, if the plan says that not even one fits."""
-    monkeypatch.setattr(context, "Processes", FakeProcesses)
+    """One step instead of three; none, if the plan says that not even one fits. Guards: its processes, which
+    waited until the last row was measured."""
+    waiting: set[Path] = set()
+
+    class Counted(FakeProcesses):
+        def __init__(self, n: int, logs: Path) -> None:
+            super().__init__(n, logs)
+            self.logs = logs
+            waiting.add(logs)
+            assert len(waiting) <= 2
+
+        def __exit__(self, *_: object) -> None:
+            waiting.discard(self.logs)
+
+    monkeypatch.setattr(context, "Processes", Counted)
     seconds = {"one": 1.0, "ddp": 1.0, "first": 1.0, "pieces": 10.0}
 
     def estimate(recipe, *_):
@@ -127,7 +140,7 @@ def test_a_row_that_the_budget_does_not_hold_is_shorter_or_left_out(tmp_path: Pa
             "demo", ["ours"], [512], **options, save_to=tmp_path / f"{budget}" / "context.json"
         )
         assert (results.rows[-1].status, results.rows[-1].steps) == (status, steps)
-    assert "a step takes 10 s by the plan" in results.rows[-1].reason
+    assert "a step takes 10 s by the plan" in results.rows[-1].reason and not waiting
 
 
 @pytest.mark.parametrize(("missing", "status"), [(0, "ok"), (1, "skipped")])
