@@ -121,16 +121,17 @@ class Results(BenchResults[Row]):
 
 
 def _draw_panel(panel: Any, rows: list[Row], label: str, measured: str, planned: str, unit: float) -> None:
-    attentions = list(dict.fromkeys(row.attention for row in rows))
-    styles = dict(zip(attentions, line_styles(attentions), strict=True))
-    counts = sorted({row.devices for row in rows})
-    for attention, devices in dict.fromkeys((row.attention, row.devices) for row in rows):
-        mine = [row for row in rows if (row.attention, row.devices) == (attention, devices)]
+    forms = list(dict.fromkeys((row.model, row.attention) for row in rows))
+    styles = dict(zip(forms, line_styles([attention for _, attention in forms]), strict=True))
+    counts, one_model = sorted({row.devices for row in rows}), len({row.model for row in rows}) == 1
+    for model, attention, devices in dict.fromkeys((row.model, row.attention, row.devices) for row in rows):
+        mine = [r for r in rows if (r.model, r.attention, r.devices) == (model, attention, devices)]
         mine.sort(key=lambda row: row.seq_len)
         lengths = [row.seq_len for row in mine]
-        style = styles[attention] | {"marker": MARKERS[counts.index(devices) % len(MARKERS)]}
+        style = styles[model, attention] | {"marker": MARKERS[counts.index(devices) % len(MARKERS)]}
         hollow = style | {"linestyle": "none", "fillstyle": "none"}
-        panel.plot(lengths, _in(unit, mine, measured), label=f"{attention} on {devices}", **style)
+        name = f"{attention} on {devices}" if one_model else f"{model} {attention} on {devices}"
+        panel.plot(lengths, _in(unit, mine, measured), label=name, **style)
         panel.plot(lengths, _in(unit, mine, planned), **hollow)
     ticks = sorted({row.seq_len for row in rows})
     length_axis(panel, ticks, xlabel="N (tokens of a sequence)", ylabel=label)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lingpt.bench import context, processes
-from lingpt.bench.context_results import Results
+from lingpt.bench import context, context_results, processes
+from lingpt.bench.context_results import Results, Row
 from lingpt.bench.processes import Processes
 from lingpt.bench.trace import draw_trace, read_trace
 from lingpt.cli.main import main
@@ -141,6 +141,27 @@ def test_a_row_that_the_budget_does_not_hold_is_shorter_or_left_out(tmp_path: Pa
         )
         assert (results.rows[-1].status, results.rows[-1].steps) == (status, steps)
     assert "a step takes 10 s by the plan" in results.rows[-1].reason and not waiting
+
+
+def test_each_model_has_its_line(tmp_path: Path, monkeypatch):
+    """Guards: one line through the rates of two models."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(context_results, "save_formats", lambda figure, *_: drawn.append(figure))
+    rows = [
+        Row(model, "pieces", "ours", n, devices, tokens_per_second=1e3 * rate, planned_tokens_per_second=5e3)
+        for model, devices, rate in (("a", 2, 1.0), ("b", 2, 2.0), ("b", 4, 3.0))
+        for n in (1024, 512)
+    ]
+    head = {"card": "GPU", "precision": "bf16-mixed", "versions": {}, "date": "today"}
+    for own, labels in ((rows, ["a ours on 2", "b ours on 2", "b ours on 4"]), (rows[:2], ["ours on 2"])):
+        Results(head, own).draw(tmp_path)
+        measured, planned = drawn[-1].axes[0].lines[::2], drawn[-1].axes[0].lines[1::2]
+        assert [line.get_label() for line in measured] == labels
+        assert [line.get_ydata()[0] for line in measured] == [1.0, 2.0, 3.0][: len(labels)]
+        assert all(list(line.get_xdata()) == [512, 1024] for line in measured)
+        assert all(set(line.get_ydata()) == {5.0} for line in planned)
+    looks = {(line.get_linestyle(), line.get_marker()) for line in drawn[0].axes[0].lines[::2]}
+    assert len(looks) == 3
 
 
 @pytest.mark.parametrize(("missing", "status"), [(0, "ok"), (1, "skipped")])
