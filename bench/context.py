@@ -13,6 +13,7 @@ communication.
 
 import contextlib
 import functools
+import itertools
 import math
 import shutil
 import time
@@ -104,7 +105,7 @@ def bench_context(
             return stack.enter_context(Processes(row.devices, out / "logs" / _name(row)))
 
         waiting = start(rows[0]) if rows else None
-        for row, then in zip(rows, [*rows[1:], None], strict=True):
+        for row, then in itertools.zip_longest(rows, rows[1:]):
             own, waiting = waiting, start(then) if then else None
             assert own
             with own:  # those of a row that is left out still wait

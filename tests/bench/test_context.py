@@ -109,6 +109,10 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch):
     assert "out of memory" in table and "states 3.0%" in table
     again = Results.load(tmp_path / "context.json")
     assert again.rows == rows
+    monkeypatch.setattr(context, "Processes", None)  # nothing is left to measure
+    options = OPTIONS | {"append": True}
+    again = context.bench_context("demo", ["ours"], [512], **options, save_to=tmp_path / "context.json")
+    assert again.rows == rows
 
 
 def test_a_row_that_the_budget_does_not_hold_is_shorter_or_left_out(tmp_path: Path, monkeypatch):
