@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from lingpt.train.start import check_recipe
 
 OPTIONS: dict[str, Any] = {
     "base_len": 128, "check_len": 256, "devices": 2, "accelerator": "cpu", "steps": 3, "budget": 60.0,
-    "options": "--train.activation_checkpointing true", "append": False,
+    "options": "--train.activation_checkpointing true --train.learning_rate 1e-4", "append": False,
 }  # fmt: skip
+FAILS = {1024: "lingpt: out of memory: try a smaller model", 2048: "lingpt: no network"}
 
 
 def gpu_trace() -> list[dict[str, Any]]:
@@ -74,15 +76,18 @@ class FakeProcesses:
         recipe = parse_recipe(words[1:])
         check_recipe(recipe)
         assert words[0] == "train" and recipe.train.devices == self.n and recipe.train.keep_checkpoints == 0
-        if recipe.data.seq_len == 1024:
-            return "lingpt: out of memory: try a smaller model"
-        rate = 100.0 * recipe.train.devices
-        line = {"kind": "train", "tokens": 1, "train_time": 1.0, "loss": 7.0, "peak_memory": 1.5e9}
-        line["tokens_per_second"] = rate
+        assert recipe.train.activation_checkpointing and recipe.train.learning_rate == 1e-4, "the options"
+        if recipe.data.seq_len in FAILS:
+            return FAILS[recipe.data.seq_len]
         if recipe.train.profile:
             write_trace(recipe.run_folder / "profile/trace.json.gz")
         recipe.run_folder.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps({**line, "step": step + 1}) for step in range(recipe.train.max_steps)]
+        lines = ['{"kind": "val", "step": 0, "loss": 9.0}']
+        for step in range(1, recipe.train.max_steps + 1):
+            rate, memory = (50.0, 1e9) if step < recipe.train.max_steps else (100.0, 1.5e9)
+            line = {"kind": "train", "tokens": 1, "train_time": 1.0, "step": step, "loss": 8.0 - step}
+            line |= {"tokens_per_second": rate * recipe.train.devices, "peak_memory": memory}
+            lines.append(json.dumps(line))
         (recipe.run_folder / METRICS).write_text("\n".join(lines) + "\n")
         return None
 
@@ -91,15 +96,16 @@ class FakeProcesses:
 def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(context, "Processes", FakeProcesses)
     results = context.bench_context(
-        "demo", ["ours"], [512, 1024], **OPTIONS, save_to=tmp_path / "context.json"
+        "demo", ["ours"], [2048, 512, 1024], **OPTIONS, save_to=tmp_path / "context.json"
     )
     rows = results.rows
-    assert [row.kind for row in rows] == ["one", "ddp", "first", "first", "pieces", "pieces"]
-    assert [row.batch for row in rows] == [4, 8, 1, 1, 2, 1]
-    assert (rows[5].status, rows[5].reason) == ("oom", "lingpt: out of memory: try a smaller model")
+    assert [row.kind for row in rows] == ["one", "ddp", "first", "first", *["pieces"] * 3]
+    assert [row.batch for row in rows] == [8, 16, 1, 1, 4, 2, 1]
+    assert [(row.status, row.reason) for row in rows[5:]] == [("oom", FAILS[1024]), ("error", FAILS[2048])]
     for row in rows[:5]:
-        assert row.status == "ok" and row.losses[0] == 7.0 and row.peak_memory == 1.5e9
-    assert [results.of_one(row) for row in rows] == [1.0, 1.0, None, None, 1.0, None]
+        assert row.status == "ok" and row.peak_memory == 1.5e9
+        assert row.losses == ([7.0] if row.kind == "first" else [7.0, 6.0, 5.0])
+    assert [results.of_one(row) for row in rows] == [1.0, 1.0, None, None, 1.0, None, None]
     assert all(row.planned_tokens_per_second and row.planned_memory for row in rows)
     assert rows[4].planned_sending and rows[4].sending["states"] == pytest.approx(0.03)
     assert not (tmp_path / "runs").is_dir() or not list((tmp_path / "runs").iterdir())
@@ -138,13 +144,35 @@ def test_a_row_that_the_budget_does_not_hold_is_shorter_or_left_out(tmp_path: Pa
         return Estimate(recipe.tokens_per_step / seconds[row], "", 0.01, 1)
 
     monkeypatch.setattr(context, "estimate", estimate)
-    for budget, status, steps in ((100.0, "ok", 3), (30.0, "ok", 1), (15.0, "skipped", 1)):
+    for budget, status, steps in ((100.0, "ok", 3), (44.0, "ok", 1), (15.0, "skipped", 1)):
         options = OPTIONS | {"budget": budget}
         results = context.bench_context(
             "demo", ["ours"], [512], **options, save_to=tmp_path / f"{budget}" / "context.json"
         )
         assert (results.rows[-1].status, results.rows[-1].steps) == (status, steps)
+        assert results.rows[-1].planned_tokens_per_second == 512 / 10 / 2
     assert "a step takes 10 s by the plan" in results.rows[-1].reason and not waiting
+
+
+def test_a_row_that_does_not_fit_offloads(tmp_path: Path, monkeypatch):
+    """On a GPU, and only where its plan says so."""
+    offloaded = []
+
+    class Noted(FakeProcesses):
+        def run(self, words: list[str], seconds: float) -> str | None:
+            offloaded.append(parse_recipe(words[1:]).train.offload_activations)
+            return "not here"
+
+    def on_a_gpu(recipe):
+        gpt, machine, cards = check_recipe(recipe)
+        return gpt, replace(machine, accelerator="cuda"), cards
+
+    monkeypatch.setattr(context, "Processes", Noted)
+    monkeypatch.setattr(context, "check_recipe", on_a_gpu)
+    monkeypatch.setattr(context, "estimate", lambda *_: Estimate(1e6, "", 0.01, 1))
+    monkeypatch.setattr(context, "fits_here", lambda machine, gpt, recipe: recipe.data.seq_len < 512)
+    results = context.bench_context("demo", ["ours"], [512], **OPTIONS, save_to=tmp_path / "context.json")
+    assert offloaded == [bool(row.options) for row in results.rows] == [False] * 4 + [True]
 
 
 def test_each_model_has_its_line(tmp_path: Path, monkeypatch):
