@@ -106,7 +106,7 @@ def gated_linear_attention_with_state(
         raise UserError(f"scale must be a number; got {shown(scale)}")
     if context is not None and initial_state is not None:
         raise UserError("context needs no initial_state: the pieces before this one make it")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if cu_seqlens is not None:
         first = first_tokens(cu_seqlens, *q.shape[:2])
         log_gate = log_gate.masked_fill(first[..., None, None], LOG_ZERO[state_dtype(q.dtype)])

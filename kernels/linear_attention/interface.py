@@ -261,7 +261,8 @@ def _unified(
     (B, _, H, D), dtype = q.shape, state_dtype(q.dtype)
     if options["normalize_qk"]:
         q, k = (x * reciprocal_norm(x) for x in (q.to(dtype), k.to(dtype)))
-    q = per_head(options["b"], 4, 2, dtype) * q
+    b = options["b"]
+    q = per_head(b if isinstance(b, Tensor) else float(b), 4, 2, dtype) * q
     S = None if state is None else state.S
     if normalize:  # the sum of the weights is that of a column of ones
         v = F.pad(v, (0, 1), value=1.0)

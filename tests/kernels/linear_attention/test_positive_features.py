@@ -1,5 +1,7 @@
 """a = 0 under the normaliser: o_i = Σ_j w_ij v_j / Σ_j w_ij with w_ij = q_i·k_j, for positive features."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,8 @@ def test_it_is_the_weighted_mean(unit, decay, backend):
     o = linear_attention(q, k, v, b, a=0, log_decay=logs, normalize_qk=unit, backend=backend)
     expected = exact(*(F.normalize(x, dim=-1) if unit else x for x in (q, k)), v, logs)
     torch.testing.assert_close(o, expected)
+    half = linear_attention(q, k, v, Fraction(1, 2), a=0, log_decay=logs, normalize_qk=unit, backend=backend)
+    torch.testing.assert_close(half, expected)
     leaves = [x for x in (q, k, v, logs) if x is not None and x.requires_grad]
     do = randn(B, N, H, D, seed=6, dtype=torch.float64)
     *found, db = torch.autograd.grad(o, (*leaves, b), do)
