@@ -260,6 +260,7 @@ def test_no_tokens_and_one():
         q, k, v = (randn(B, n, H, DK, seed=i).requires_grad_() for i in range(3))
         y, state = unified_linear_attention_with_state(q, k, v, -0.1)
         (y.sum() + state.sum()).backward()
+        assert choose("auto", q, DK) == ("recurrent" if n else "chunkwise")
         assert y.shape == q.shape and q.grad.shape == q.shape and state.shape == (B, H, DK, DK)
 
 
@@ -281,6 +282,7 @@ def test_no_tokens_and_one():
         ({"k": [0.0]}, r"k must be a tensor; got \[0.0\]"),
         ({"initial_state": LinearAttentionState.zeros(B, H, DK)}, "initial_state must be a tensor"),
         ({"reverse": 1}, "reverse must be True or False"),
+        ({"chunk_size": 0}, "chunk_size=0 must be a multiple of 16"),
         ({"chunk_size": 64.0}, "chunk_size=64.0 must be a multiple of 16"),
         ({"cu_seqlens": torch.tensor([0.0, N])}, r"cu_seqlens must be int32 or int64 \[sequences \+ 1\]"),
         ({"backend": "gpu"}, "unknown backend 'gpu'"),
