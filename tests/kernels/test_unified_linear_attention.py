@@ -15,7 +15,9 @@ from lingpt.kernels import channel_decay_operator
 from lingpt.kernels.linear_attention import LinearAttentionState
 from lingpt.kernels.linear_attention.cuda import recurrence
 from lingpt.kernels.unified_linear_attention import (
+    by_kernels,
     choose,
+    reference,
     unified_linear_attention,
     unified_linear_attention_with_state,
 )
@@ -107,7 +109,7 @@ def test_a_kernel_is_chosen_by_what_it_can(monkeypatch):
     def attend(q, k, v, log_decay, state, scale):
         assert log_decay.shape == k.shape
         calls.append("tensor cores")
-        return chunkwise(q, k, v, log_decay, initial_state=state)
+        return chunkwise(scale * q, k, v, log_decay, initial_state=state)
 
     def forward(q, k, v, l, r, state):
         assert {x.dtype for x in (q, k, v, l, r, state)} == {torch.float32}
@@ -127,6 +129,10 @@ def test_a_kernel_is_chosen_by_what_it_can(monkeypatch):
         for ours, theirs in zip(found, chunkwise(q, k, v, l, r, **options), strict=True):
             torch.testing.assert_close(ours, theirs)
         assert calls == ["recurrence" if right == "channel" else "tensor cores"]
+    for right in (None, r.clamp(min=-1000)):  # of each channel; and a scale, as `gated_linear_attention` has
+        args = q, k, v, l.clamp(min=-1000), right, state, 0.5
+        for ours, theirs in zip(by_kernels(*args), reference(*args), strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 def test_a_right_decay_per_channel_is_no_call_of_tensor_cores(monkeypatch):
