@@ -1,8 +1,11 @@
 """A training step of each attention: the rows, their file and table, and what happens to those that fail."""
 
+import functools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +124,21 @@ def test_a_benchmark_goes_on_where_it_stopped(tmp_path: Path):
         Results(whole.environment | {key: "another"}, whole.rows).save(path)
         with pytest.raises(UserError, match=f"of another {key}: measure again"):
             bench_steps(["demo"], [32], ["ours"], **options)
+
+
+def test_a_step_has_all_its_micro_batches(monkeypatch):
+    """Guards: a part of the tokens, timed as all of them; steps that train nothing, timed as real ones."""
+    sizes = []
+
+    def step(norm, training, micro_batches, n):
+        sizes.append((n, [len(micro_batch) for micro_batch in micro_batches]))
+        return SimpleNamespace(wait=lambda: [1.0, norm])
+
+    for norm, status in ((1.0, "ok"), (math.nan, "error")):
+        monkeypatch.setattr(steps, "optimizer_step", functools.partial(step, norm))
+        (row,) = bench_steps(["demo"], [16], ["identity"], micro_batch_tokens=32, rounds=1, **ON_A_CPU).rows
+        assert row.status == status and sizes[-1] == (2, [2, 2])
+    assert row.reason == "RuntimeError: the loss or the gradient is not finite"
 
 
 def test_a_token_of_packed_documents_attends_within_its_own():
