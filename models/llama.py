@@ -62,8 +62,8 @@ def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
     try:
         return Config(
             **sizes_of_hf(hf, folder),
-            n_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-            head_size=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            n_query_groups=hf.get("num_key_value_heads"),
+            head_size=hf.get("head_dim"),
             norm_class_name="RMSNorm",
             norm_eps=hf.get("rms_norm_eps", 1e-6),
             norm_qk=kind == "qwen3",

@@ -162,6 +162,7 @@ def test_named_models_have_their_parameters():
         ({"use_sliding_window": True}, "it has a sliding window"),
         ({"num_key_value_heads": 3}, "none of llama's: n_head=4 must be a multiple of n_query_groups=3"),
         ({"hidden_size": None}, "none of llama's: n_embd is null"),
+        ({"num_attention_heads": 0}, "none of llama's: n_head is 0"),
         (
             {"model_type": "gemma"},
             "holds a gemma model: LinGPT reads its own, LitGPT's, gpt_neox, llama, qwen2",
@@ -170,9 +171,7 @@ def test_named_models_have_their_parameters():
 )
 def test_variants_are_one_line(tmp_path, change, line):
     """What would be computed otherwise is refused."""
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llama", "head_dim": 16} | SIZES | change)
-    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | SIZES | change))
     torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=line) as error:
         load_model(tmp_path)
