@@ -54,6 +54,8 @@ def stream(
     """
     B, N = idx_BN.shape
     seen = 0 if state is None else state.position
+    if N == 0:
+        raise UserError("nothing to continue: give a prompt of at least one token")
     _check_arguments(model, seen + N, max_new_tokens, temperature, top_k)
     generator = torch.Generator().manual_seed(seed)
     state = state or model.new_state(B, N + max_new_tokens)
@@ -85,8 +87,6 @@ def _check_arguments(
     ):
         if value is not None and not value >= least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
-    if prompt_tokens == 0:
-        raise UserError("nothing to continue: give a prompt of at least one token")
     if prompt_tokens + max_new_tokens > model.max_seq_length and not model.any_length:
         raise UserError(
             f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones exceed block size "
@@ -111,8 +111,9 @@ def sample(
         logits_BK, ids_BK = stable_topk(logits_BV.float(), top_k)
     largest_B1 = logits_BK.amax(-1, keepdim=True)
     _check_finite(largest_B1.isfinite())
-    # No overflow at any temperature, and no 0 / 0 at one that is zero in fp32.
-    scaled_BK = (logits_BK - largest_B1) / max(temperature, torch.finfo(torch.float32).tiny)
+    # No overflow, and neither 0 / 0 nor inf / inf, at a temperature that is zero or infinite in fp32.
+    fp32 = torch.finfo(torch.float32)
+    scaled_BK = (logits_BK - largest_B1) / min(max(temperature, fp32.tiny), fp32.max)
     drawn_B1 = torch.multinomial(scaled_BK.softmax(dim=-1), 1, generator=generator)
     return drawn_B1 if ids_BK is None else ids_BK.gather(1, drawn_B1)
 

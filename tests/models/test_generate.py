@@ -1,5 +1,7 @@
 """Generation: the same text as without a state, reproducible, and each limit is an error of one line."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,6 +116,14 @@ def test_the_least_temperature_is_greedy(temperature):
         assert sample(logits, temperature, top_k, torch.Generator()).item() == 1
 
 
+def test_the_greatest_temperature_draws_from_all_likeliest():
+    """Guards: an error of `multinomial`, as rows of more equal logits pad the others with −inf."""
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0]])
+    for temperature in (1e39, math.inf):
+        draws = (sample(logits, temperature, 2, torch.Generator().manual_seed(seed)) for seed in range(30))
+        assert {ids_B1[1].item() for ids_B1 in draws} == {0, 1}
+
+
 def test_temperature_flattens(small, tokens):
     """Cold draws are the likeliest token, hot ones are many."""
     model, prompt = small(), tokens[:1, :5].expand(200, -1)
@@ -142,6 +152,10 @@ def test_limits_are_one_line(small, tokens):
     assert generate(small(), tokens, 26).shape == (2, 96)
     with pytest.raises(UserError, match="at least one token"):
         generate(small(), tokens[:, :0], 3)
+    model = small()
+    model.step(tokens, state := model.new_state(2))
+    with pytest.raises(UserError, match="at least one token"):
+        generate(model, tokens[:, :0], 3, state=state)
 
 
 @pytest.mark.parametrize("wrong", [{"top_k": 0}, {"temperature": -1.0}, {"max_new_tokens": -2}])
