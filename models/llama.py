@@ -59,11 +59,11 @@ def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
     ):
         if unsupported:
             raise UserError(f"{folder} is a variant of {kind} that is not supported: it has {what}")
+    heads = {"n_query_groups": hf.get("num_key_value_heads"), "head_size": hf.get("head_dim")}
     try:
         return Config(
             **sizes_of_hf(hf, folder),
-            n_query_groups=hf.get("num_key_value_heads"),
-            head_size=hf.get("head_dim"),
+            **heads,
             norm_class_name="RMSNorm",
             norm_eps=hf.get("rms_norm_eps", 1e-6),
             norm_qk=kind == "qwen3",
