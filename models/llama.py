@@ -59,7 +59,7 @@ def config_of_hf(hf: dict[str, Any], folder: Path) -> Config:
     ):
         if unsupported:
             raise UserError(f"{folder} is a variant of {kind} that is not supported: it has {what}")
-    heads = {"n_query_groups": hf.get("num_key_value_heads"), "head_size": hf.get("head_dim")}
+    heads: dict[str, Any] = {"n_query_groups": hf.get("num_key_value_heads"), "head_size": hf.get("head_dim")}
     try:
         return Config(
             **sizes_of_hf(hf, folder),
