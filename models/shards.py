@@ -116,7 +116,7 @@ def _described(folder: Path) -> dict[str, TensorStorageMetadata]:
             raise UserError(f"the shard {folder / name} is missing: restore it, or use another checkpoint")
     try:
         described = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+    except (SafetensorError, OSError, json.JSONDecodeError, KeyError) as error:
         raise _damaged(folder, error) from error
     return {name: value for name, value in described.items() if isinstance(value, TensorStorageMetadata)}
 
