@@ -26,7 +26,7 @@ def test_every_known_format_is_written(tmp_path, kind):
 
 def test_more_formats_stand_next_to_the_figure(tmp_path):
     """With or without a dot, never two: `curves..svg`."""
-    paths = figure_paths(tmp_path / "curves.png", [".svg", "pdf"])
+    paths = figure_paths(tmp_path / "curves.png", [".svg", "pdf", "png"])
     assert [path.name for path in paths] == ["curves.png", "curves.svg", "curves.pdf"]
 
 

@@ -11,6 +11,7 @@ def test_lines_of_one_attention_share_its_colour_and_differ():
     ours = [style for i, style in enumerate(styles) if i != 1]
     assert len({style["color"] for style in styles}) == 7, "colours repeat"
     assert ours[0]["color"] == COLOURS["ours"] and len({tuple(style.values()) for style in styles}) == 7
+    assert len({style["color"] for style in line_styles(["softmax"] * 3)}) == 3, "black"
     assert styles[1] == {"color": COLOURS["softmax"], "linestyle": "-", "marker": "o"}
     assert len({style["marker"] for style in ours[:5]}) == 5
 
@@ -25,6 +26,9 @@ def test_a_form_looks_the_same_whatever_else_is_drawn():
     ]
     assert all(look == looks[0] for look in looks)
     assert line_styles([conv])[0] == line_styles(["ours-gated+short_conv+output_gate"])[0] == looks[0][conv]
+    wide = (["gla+short_conv+gla_expand_k=1"], ["gla+gla_expand_k=1+short_conv"])
+    assert line_styles(wide[0]) == line_styles(wide[1])
+    assert line_styles([mine])[0]["linestyle"] != "-", "that of no option"
     assert len({tuple(look.values()) for look in looks[0].values()}) == 4
     assert looks[0][gated]["linestyle"] == "-" and looks[0][conv]["linestyle"] == "--"
 
