@@ -152,6 +152,8 @@ def test_runs_of_different_validation_texts_are_marked(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     rows = draw_curves(runs, tmp_path / "out.png")
     assert [set(row["runs"]) for row in rows] == [{"a", "b"}] * len(rows), "times to losses of other texts"
+    unknown = write_run(tmp_path / "e", "ours", 1.0, {10: 4.0, 20: 2.0})
+    assert set(draw_curves([runs[0], unknown], tmp_path / "out.png")[0]["runs"]) == {"a", "e"}
     line = "not comparable, as the validation texts differ: a, b | c | d"
     assert capsys.readouterr().err == f"{line}\n"
     assert caption([read_curve(run) for run in runs]).startswith(f"{line}.\nLines: ")
@@ -162,9 +164,10 @@ def test_runs_of_different_validation_texts_are_marked(tmp_path, capsys):
 def test_the_losses_of_one_of_several_validation_texts(tmp_path, capsys):
     """`--val`: of the runs that have a text of this name, compared where it is the same text."""
     runs = []
-    for name, entry in (("a", "1f"), ("b", "1f"), ("c", "2e")):
+    for name, entry, tokens in (("a", "1f", 9), ("b", "1f", 9), ("c", "2e", 9), ("d", "1f", 5)):
         record = {"data": {"val_sources": {"books": {"entry": entry, "tokens": 9}}}}
-        run = write_run(tmp_path / name, "ours", 1.0, {10: 4.0, 20: 2.0}, record)
+        train = {"eval_tokens": tokens}
+        run = write_run(tmp_path / name, "ours", 1.0, {10: 4.0, 20: 2.0}, record, train=train)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         lines = [line | {"losses": {"books": line["loss"] + 1}} for line in lines]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -173,7 +176,7 @@ def test_the_losses_of_one_of_several_validation_texts(tmp_path, capsys):
     draw_curves(runs[:2], tmp_path / "out.png", val="books")
     assert capsys.readouterr().err == ""
     draw_curves(runs, tmp_path / "out.png", val="books")
-    assert capsys.readouterr().err == "not comparable, as the validation texts differ: a, b | c\n"
+    assert capsys.readouterr().err == "not comparable, as the validation texts differ: a, b | c | d\n"
     with pytest.raises(UserError, match="was not validated on 'poems'"):
         read_curve(runs[0], val="poems")
 
