@@ -256,6 +256,7 @@ def test_flops():
 
 WRONG = {
     "gate's shape": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g[..., :1]), "log_gate"),
+    "gate's dtype": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g.int()), "be floating point"),
     "number": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, 0.1), "log_gate must be a tensor"),
     "scale": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, scale=s), "scale must be a number"),
     "borders": (
