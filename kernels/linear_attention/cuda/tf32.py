@@ -19,6 +19,7 @@ from torch import Tensor
 from lingpt.kernels.linear_attention.cuda.channel_decay import most_shared
 from lingpt.kernels.linear_attention.cuda.compile import KernelSpec
 from lingpt.kernels.linear_attention.cuda.launch import Fields, Kernel, raw_stream
+from lingpt.kernels.linear_attention.cuda.plan import choose_sub_segments
 from lingpt.kernels.linear_attention.cuda.toolchain import card, supported_architectures
 from lingpt.kernels.linear_attention.cuda.variants import SMALL_SHARED
 from lingpt.kernels.numerics import LOG_ZERO, NORM_EPS
@@ -45,7 +46,7 @@ POINTERS = Fields(dict.fromkeys((*_TENSORS, "states", "decays", "initial", "fina
 LAYOUT = Fields(
     _strides(_TENSORS)
     | {f"{name}_value": "f" for name in _NUMBERS}
-    | dict.fromkeys(("N", "H", "segment_len", "transposed", "decays_first", "divide", "unused"), "i")
+    | dict.fromkeys(("N", "H", "segment_len", "transposed", "decays_first", "divide", "sub_segments"), "i")
 )
 # The same of struct Tf32RowParams.
 ROW_POINTERS = Fields(dict.fromkeys(("x", "y", "norm", "factor", "dot", "g", "inverse_g"), "P"))
@@ -222,7 +223,11 @@ class Plan:
         self.build = build = build_for(arch, shape[3], products)
         B, N, H, _ = shape
         slots = processors * build.blocks
-        self.segments, self.segment_len = segmentation(N, build.slices * B * H, slots, build.chunk)
+        blocks = build.slices * B * H
+        self.segments, self.segment_len = segmentation(N, blocks, slots, build.chunk)
+        self.sub_segments = choose_sub_segments(
+            (self.segments - 1) * blocks, self.segment_len // build.chunk, slots
+        )
         self.launches: list[Launch] = []
         self._size = 0  # bytes of scratch
 
@@ -288,12 +293,12 @@ class Sums:
     def states(
         self, b: Operand, c: Operand, last: bool, initial: Array | None, *, norms: bool = False
     ) -> Array:
-        """Σ b_j c_jᵀ before each segment but the first, [segments − 1, B, H, D + 1, D + 1], from that before
-        the first [B, H, D + 1, D + 1], None for zeros. last: whether c has the channel. norms: whether the
-        rows of b are divided by their norms."""
+        """Σ b_j c_jᵀ after each sub-segment of all segments but the last, [cuts, B, H, D + 1, D + 1], from
+        that before the first [B, H, D + 1, D + 1], None for zeros. last: whether c has the channel. norms:
+        whether the rows of b are divided by their norms."""
         plan, build = self.plan, self.plan.build
         B, _, H, D = plan.shape
-        cuts, size = plan.segments - 1, (D + 1) ** 2
+        cuts, size = (plan.segments - 1) * plan.sub_segments, (D + 1) ** 2
         states = plan.empty(cuts * B * H * size)
         if cuts:
             arrays = dict(states=states, decays=plan.empty(cuts * B * H), initial=initial)
@@ -347,7 +352,8 @@ class Sums:
             for part, (x, value) in (("factor", operand.factor), ("last", operand.last)):
                 values[f"{name}_{part}_value"] = value
                 arrays[f"{name}_{part}"] = x and self._in_order(x)
-        values |= dict(N=N, H=H, segment_len=self.plan.segment_len, decays_first=not self.reverse)
+        values |= dict(N=N, H=H, segment_len=self.plan.segment_len, sub_segments=self.plan.sub_segments)
+        values["decays_first"] = not self.reverse
         return Arguments.of(POINTERS, LAYOUT, arrays, **values)
 
     def _in_order(self, x: Array, after: bool = False) -> Array:

@@ -11,8 +11,8 @@
 // and b adds to A, and to S the row R = Σ b_last c; with LAST, that of c adds the column Z = Σ c_last b, the corner
 // count = Σ b_last c_last, and y_last = Σ A c_last, the normaliser. These are the additional warp's work; it also
 // prepares the next tokens' numbers. With NORMS, rows of a and b are divided by their norms: it computes these beside
-// the scores, when the rows have arrived, and multiplies the numbers by 1/‖x‖. `STATES`: computes only what the segment
-// adds to the state, from its last chunk to its first, so that the decay to the segment's end is known.
+// the scores, when the rows have arrived, and multiplies the numbers by 1/‖x‖. `STATES`: computes only what a
+// sub-segment adds to the state, from its last chunk to its first, so that the decay to its end is known.
 #pragma once
 #include "ptx/copy.cuh"
 #include "ptx/mma.cuh"
@@ -45,8 +45,9 @@ struct Tf32Strides {  // in elements; from the last token to the first, that of 
 
 struct Tf32Params {
   float* x[TENSORS];
-  // The state before each segment but the first, [segments − 1, B, H, D + 1, D + 1]; STATES writes what the segment
-  // before adds there, and its decay [segments − 1, B, H]. Before the first and behind the last segment, or null:
+  // The state after each sub-segment of all segments but the last, [(segments − 1) · sub_segments, B, H, D + 1, D + 1];
+  // STATES writes what it adds there, and its decay [(segments − 1) · sub_segments, B, H]. Before the first and behind
+  // the last segment, or null:
   float *states, *decays, *initial, *final;
   Tf32Strides strides[TENSORS];
   float value[NUMBERS];
@@ -54,7 +55,7 @@ struct Tf32Params {
   int transposed;    // whether the states are
   int decays_first;  // whether the first token decays the state before it
   int divide;        // y by y_last
-  int unused;
+  int sub_segments;  // of a segment; STATES has a block for each
 };
 static_assert(sizeof(Tf32Params) == TF32_PARAMS_BYTES, "PARAMS of tf32.py");
 
@@ -116,7 +117,8 @@ struct Tf32Scan {
   const Tf32Params& p;
   Shared& shared;
   const int bh = blockIdx.y, first = blockIdx.x * M;  // channel of c and y
-  const int begin = blockIdx.z * p.segment_len, end = min(begin + p.segment_len, p.N);
+  const int length = STATES ? p.segment_len / p.sub_segments : p.segment_len;
+  const int begin = blockIdx.z * length, end = min(begin + length, p.N);
   u32 tid = threadIdx.x;
   int warp, lane, g, t;
   float state[D / 8][4], R[2];  // Sᵀ, 8 columns each; R of the channels of its rows
@@ -194,7 +196,7 @@ struct Tf32Scan {
       if (lane % 16 >= d) log += before;
     }
     const double whole = __shfl_sync(FULL_WARP, log, 15, 16);
-    double end_log = whole;  // up to where the tokens' weights decay: the end of 16 tokens, or of the segment
+    double end_log = whole;  // up to where the tokens' weights decay: the end of 16 tokens, or of the sub-segment
     if constexpr (STATES) {
       const double other = SUBS == 2 ? __shfl_xor_sync(FULL_WARP, whole, 16) : 0.;
       end_log += later_log + (lane < 16 ? other : 0.);
@@ -288,7 +290,7 @@ struct Tf32Scan {
   static DEVICE float2 pair(const float* x) { return *reinterpret_cast<const float2*>(x); }
   static DEVICE float4 four(const float* x) { return *reinterpret_cast<const float4*>(x); }
 
-  // To a part of the state what 16 tokens add; of the segment alone it does not decay: they are weighted to its end.
+  // To a part of the state what 16 tokens add; of a sub-segment alone it does not decay: they are weighted to its end.
   static DEVICE void add(float& to, float change, float sum) { to += STATES ? sum : to * change + sum; }
 
   // A fragment of cᵀ, of eight tokens: t and t+4.
@@ -489,7 +491,7 @@ struct Tf32Scan {
       fetch(row + step, numbers);
     }
     if constexpr (!ADDITIONAL) load(row, 0);
-    float* before = blockIdx.z == 0 ? p.initial : p.states + i64(blockIdx.z - 1) * gridDim.y * size;
+    float* before = blockIdx.z == 0 ? p.initial : p.states + (i64(blockIdx.z) * p.sub_segments - 1) * gridDim.y * size;
     load_state<ADDITIONAL>(STATES || !before ? nullptr : before + bh * size);
 #pragma unroll 1
     for (int left = chunks; left > 0; left--, row += step, stage ^= 1) {

@@ -275,10 +275,12 @@ def test_segments_on_tensor_cores(N: int, blocks: int, slots: int) -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("reverse", [False, True])
-def test_a_sum_on_tensor_cores(reverse: bool, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards: a decay near 1 over segments, resets at their borders, strided rows, factors, last channels."""
+@pytest.mark.parametrize(("reverse", "sub_segments"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_a_sum_on_tensor_cores(reverse: bool, sub_segments: int, emulated, monkeypatch) -> None:
+    """Guards: a decay near 1 over segments, resets at their borders and in their middle, strided rows,
+    factors, last channels."""
     monkeypatch.setattr(tf32, "segmentation", lambda N, *_: (-(-N // 64), 64))
+    monkeypatch.setattr(tf32, "choose_sub_segments", lambda *_: sub_segments)
     B, N, H, D = 1, 150, 2, 8
     decay = torch.full((B, N, H), -1e-6)
     decay[:, [0, 32, 63, 120], 1] = float("-inf")
