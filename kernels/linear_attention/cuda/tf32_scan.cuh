@@ -1,6 +1,6 @@
 // The scan in fp32 with a decay that all channels share, y_i = Σ_{j≤i} γ_{j+1} ⋯ γ_i (a_i·b_j) c_j, on tensor cores in
 // TF32. Each product is PRODUCTS = 3 of these: x = hi + lo, and x·y = hi·hi + hi·lo + lo·hi but for 2⁻²² of it; or 1, of
-// the nearest numbers.
+// rounded numbers.
 //
 // In blocks of 16 tokens, with Γ the products of decays:
 //   yᵀ = Sᵀ (a Γ)ᵀ + cᵀ Aᵀ,   A_ij = Γ_ij a_i·b_j for j ≤ i,   Sᵀ ← γ Sᵀ + (c Γ)ᵀ b
@@ -62,26 +62,30 @@ static_assert(sizeof(Tf32Params) == TF32_PARAMS_BYTES, "PARAMS of tf32.py");
 // N numbers of a fragment, each the sum of two in TF32; `hi` is the nearest, or x cut off. Left operands are rounded:
 // one of the two is enough for a lo·lo, which is left out, without a bias. Right ones are more, so only those of the
 // scores, and the scores themselves, are: `lo` is then half as large and of either sign. Of one
-// product `hi` is all there is.
+// product `hi` is all there is. Then most operands, those with the state, are rounded by one multiplication: tensor cores
+// cut them off, by 0.72·2⁻¹¹ on average (of mantissas evenly distributed in their logarithm), so they are made larger by
+// that before. What is in TF32 stays as it is, and so does NaN.
+constexpr bool SPLIT = PRODUCTS == 3;
+constexpr float TRUNCATION_CORRECTION = 1.f + 0.72f / 2048;
 template <int N, bool NEAREST = N == 4>
 struct Split {
   u32 hi[N], lo[N];
   DEVICE explicit Split(const float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      if constexpr (PRODUCTS == 1) {
-        hi[i] = nearest_tf32(x[i]);
-      } else {
+      if constexpr (SPLIT) {
         hi[i] = (__float_as_uint(x[i]) + (NEAREST ? 0x1000 : 0)) & 0xffffe000u;
         lo[i] = __float_as_uint(x[i] - __uint_as_float(hi[i]));
+      } else {
+        hi[i] = NEAREST ? nearest_tf32(x[i]) : __float_as_uint(x[i] * TRUNCATION_CORRECTION);
       }
     }
   }
 };
 // d gets the large product, `left` and `right` those of a's and b's rest: sums apart wait less for one another.
-template <bool NEAREST>
-DEVICE void mma(float (&d)[4], float (&left)[4], float (&right)[4], const Split<4>& a, const Split<2, NEAREST>& b) {
-  if constexpr (PRODUCTS == 3) {
+template <bool LEFT, bool RIGHT>
+DEVICE void mma(float (&d)[4], float (&left)[4], float (&right)[4], const Split<4, LEFT>& a, const Split<2, RIGHT>& b) {
+  if constexpr (SPLIT) {
     mma_tf32(left, a.lo, b.hi);
     mma_tf32(right, a.hi, b.lo);
   }
@@ -104,7 +108,7 @@ struct Tf32Scan {
     float a_from_start[CHUNK], a_last_from_start[CHUNK];           // times the decays up to this token
     float b_to_end[CHUNK], b_last_to_end[CHUNK], z_to_end[CHUNK];  // times the decays after it; z: b c_last
     float scale[CHUNK];                                            // of y
-    float change[SUBS], count[SUBS];  // of 16 tokens: their decay − 1, Σ b_last c_last; see recurrence.cu
+    float change[SUBS], count[SUBS];  // of 16 tokens: their decay (− 1, see recurrence.cu, if SPLIT), Σ b_last c_last
   };
   struct __align__(16) Shared {  // two stages; y takes c's place where it has no tile of its own
     float a[STATES ? 1 : 2][STATES ? 1 : CHUNK][ROW], b[2][CHUNK][ROW], c[2][CHUNK][C_ROW];
@@ -215,7 +219,7 @@ struct Tf32Scan {
     to.c[lane] = of(C_FACTOR), to.b_to_end[lane] = b * to_end, to.b_last_to_end[lane] = b_last * to_end;
     to.z_to_end[lane] = b * c_last * to_end;
     if (lane % 16 == 0) to.count[lane / 16] = sum;
-    if (!STATES && lane % 16 == 0) to.change[lane / 16] = expm1f(float(whole));
+    if (!STATES && lane % 16 == 0) to.change[lane / 16] = SPLIT ? expm1f(float(whole)) : expf(float(whole));
   }
 
   // 1/‖x‖ of the row of a token, one a lane.
@@ -291,7 +295,12 @@ struct Tf32Scan {
   static DEVICE float4 four(const float* x) { return *reinterpret_cast<const float4*>(x); }
 
   // To a part of the state what 16 tokens add; of a sub-segment alone it does not decay: they are weighted to its end.
-  static DEVICE void add(float& to, float change, float sum) { to += STATES ? sum : to * change + sum; }
+  static DEVICE void add(float& to, float change, float sum) {
+    if constexpr (STATES || SPLIT)
+      to += STATES ? sum : to * change + sum;
+    else
+      to = to * change + sum;
+  }
 
   // A fragment of cᵀ, of eight tokens: t and t+4.
   DEVICE void load_c(int stage, int first_token, float (&c)[4]) const {
@@ -346,7 +355,7 @@ struct Tf32Scan {
 #pragma unroll
     for (int n = 0; n < D / 8; n++) {
       const float (&s)[4] = state[n];  // as a left operand with its columns in the order 0, 2, 4, 6, 1, 3, 5, 7
-      const Split<4> left({s[0], s[2], s[1], s[3]});
+      const Split<4, SPLIT> left({s[0], s[2], s[1], s[3]});
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float2 a = pair(&shared.a[stage][row + 8 * i + g][8 * n + 2 * t]);
@@ -442,7 +451,13 @@ struct Tf32Scan {
   // This thread's part of a state: visit(its number, where it is).
   template <bool ADDITIONAL, typename F>
   DEVICE void each_of_state(float* S, F visit) {
-    const int to_row = p.transposed ? 1 : D + 1, to_column = p.transposed ? D + 1 : 1;
+    if (p.transposed)
+      each_of_state<ADDITIONAL, 1, D + 1>(S, visit);
+    else
+      each_of_state<ADDITIONAL, D + 1, 1>(S, visit);
+  }
+  template <bool ADDITIONAL, int to_row, int to_column, typename F>
+  DEVICE void each_of_state(float* S, F visit) {
     if constexpr (ADDITIONAL) {
       for (int k = lane; k < D; k += 32) visit(shared.Z[k], S[k * to_row + D * to_column]);
       if (lane == 0) visit(count, S[D * (to_row + to_column)]);
@@ -498,7 +513,7 @@ struct Tf32Scan {
       copy_async_wait<0>();
       __syncthreads();
       recompute_lane();
-      if (!STATES && !ADDITIONAL && left < chunks) store_y(row - CHUNK, stage ^ 1);
+      if (!STATES && !ADDITIONAL && row != begin) store_y(row - CHUNK, stage ^ 1);
       if constexpr (ADDITIONAL && NORMS) {
         normalize(row, stage);
         __syncthreads();
