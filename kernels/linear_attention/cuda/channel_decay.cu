@@ -45,7 +45,7 @@ template <typename T, int BD, int M, bool REVERSE, int STAGES, int BLOCKS>
 __global__ void __launch_bounds__(2 * M, BLOCKS) channel_prepared(const __grid_constant__ ChannelParams p) {
   SCAN;
   using Shared = SharedPrepared<BD, M>;
-  static_assert(Shared::PARTS + STAGES * Shared::STAGE == LEFT_BYTES, "Build.shared of channel_decay.py");
+  static_assert(Shared::EXCHANGE + STAGES * Shared::STAGE == LEFT_BYTES, "Build.shared of channel_decay.py");
   PreparedScan<T, BD, M, REVERSE, STAGES>(p, smem).run();
 }
 

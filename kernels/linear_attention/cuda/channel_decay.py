@@ -115,7 +115,7 @@ class Build:
         right, part = self.right_shared(self.roles), self.prepare_part
         left, states = (n * stage for n, stage in zip(self.stages, self.stage, strict=True))
         if self.prepared:
-            return left + self.parts, right, states, self.left_shared(part, part), 0
+            return left + self.exchange, right, states, self.left_shared(part, part), 0
         return self.left_shared(self.Dk, self.slices[0]), right, states, 0, 0
 
     def left_shared(self, keys: int, values: int) -> int:
@@ -133,8 +133,8 @@ class Build:
         return scan + roles * (stage + scores)
 
     @property
-    def parts(self) -> int:
-        """Bytes of shared memory in which the prepared scan's warps exchange their parts of y."""
+    def exchange(self) -> int:
+        """Bytes of shared memory in which the warps of the prepared scan exchange what they have of y."""
         return CHUNK * self.slices[0] * 4
 
     @property
@@ -155,7 +155,7 @@ class Build:
         """
         scan, states = self.stage
         if self.prepared:
-            fourth = self.costs_no_block(LEFT, 4 * scan + self.parts, 3 * scan + self.parts)
+            fourth = self.costs_no_block(LEFT, 4 * scan + self.exchange, 3 * scan + self.exchange)
             return 3 + fourth, 3 + self.costs_no_block(STATES, 4 * states, 3 * states)
         return 0, 2 + (2 * 3 * states // 1024 < most_shared(self.arch))
 

@@ -91,7 +91,7 @@ struct SharedPrepared {  // byte offsets in a stage of the scan
   static constexpr int SCORES = WHOLE + CHANNEL_SUBS * BD * 4;
   static constexpr int STAGE = SCORES + CHANNEL_CHUNK * SCORE_ROW;
   // Before the stages: each warp's part of 16 tokens of y in the other's channels, twice.
-  static constexpr int PART = 1024, PARTS = CHANNEL_SUBS * M / 16 * PART;
+  static constexpr int WARP_EXCHANGE = 1024, EXCHANGE = CHANNEL_SUBS * M / 16 * WARP_EXCHANGE;
 };
 
 // A warp multiplies each row of ã and b̃ that it reads with 32 channels of c and y: of two warps that share these, each has
@@ -105,7 +105,7 @@ struct PreparedScan : LeftState<T, T, BD, M, REVERSE, true> {
 
   DEVICE PreparedScan(const ChannelParams& params, char* shared) : State(params, shared, blockIdx.z * params.run_len) {}
   DEVICE u32 stage(int row) const {
-    return block.base + Shared::PARTS + u32(row / CHANNEL_CHUNK) % STAGES * Shared::STAGE;
+    return block.base + Shared::EXCHANGE + u32(row / CHANNEL_CHUNK) % STAGES * Shared::STAGE;
   }
 
   DEVICE void load(int row) const {
@@ -162,13 +162,13 @@ struct PreparedScan : LeftState<T, T, BD, M, REVERSE, true> {
 
   // Adds the other warp's part of y. Behind the barrier neither reads c any more, whose place y takes.
   DEVICE void exchange(float (&y)[2][2][4], int sub) const {
-    const u32 parts = block.base + sub * (Shared::PARTS / CHANNEL_SUBS) + block.tid % 32 * 16;
+    const u32 exchange = block.base + sub * (Shared::EXCHANGE / CHANNEL_SUBS) + block.tid % 32 * 16;
 #pragma unroll
-    for (int i = 0; i < 2; i++) st_shared_v4(parts + warp() * Shared::PART + 512 * i, y[1][i]);
+    for (int i = 0; i < 2; i++) st_shared_v4(exchange + warp() * Shared::WARP_EXCHANGE + 512 * i, y[1][i]);
     named_barrier_sync(1 + warp() / 2, 64);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint4 x = ld_shared_v4(parts + (warp() ^ 1) * Shared::PART + 512 * i);
+      const uint4 x = ld_shared_v4(exchange + (warp() ^ 1) * Shared::WARP_EXCHANGE + 512 * i);
       y[0][i][0] += __uint_as_float(x.x), y[0][i][1] += __uint_as_float(x.y);
       y[0][i][2] += __uint_as_float(x.z), y[0][i][3] += __uint_as_float(x.w);
     }
