@@ -15,6 +15,7 @@
 // sub-segment adds to the state, from its last chunk to its first, so that the decay to its end is known.
 #pragma once
 #include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared_memory.cuh"
 
@@ -257,22 +258,37 @@ struct Tf32Scan {
     }
   }
 
-  // A of each 16 tokens, eight columns a task.
+  // A of each 16 tokens, eight columns a task. Where there are twice as many warps, two share a task, each with half of the
+  // channels: the first adds what the second has stored.
+  static constexpr int SHARES = WARPS == 4 * SUBS ? 2 : 1, TASK_WARPS = WARPS / SHARES, SCORED = 1;
   DEVICE void scores(int stage) {
     const auto& tokens = shared.tokens[stage];
+    const bool second = SHARES == 2 && warp >= TASK_WARPS;
 #pragma unroll 1
-    for (int task = warp; task < 2 * SUBS; task += WARPS) {
+    for (int task = warp % TASK_WARPS; task < 2 * SUBS; task += TASK_WARPS) {
       const int sub = task / 2, row = 16 * sub, column = task % 2 * 8;
+      const int half = D / 16, from = second ? half : 0, to = SHARES == 1 || second ? D / 8 : half;
       float sum[4] = {}, left[4] = {}, right[4] = {};
 #pragma unroll(D <= 64 ? D / 8 : 4)
-      for (int n = 0; n < D / 8; n++) {
+      for (int n = from; n < to; n++) {
         const int k = 8 * n + 2 * t;
         const float2 a0 = pair(shared.a[stage][row + g] + k), a1 = pair(shared.a[stage][row + g + 8] + k),
                      b = pair(shared.b[stage][row + column + g] + k);
         mma(sum, left, right, Split<4>({a0.x, a1.x, a0.y, a1.y}), Split<2, true>({b.x, b.y}));
       }
-      if (NORMS && task == warp) __syncthreads();  // `normalize` is done
       const int j = column + 2 * t, other = row + j;
+      float2 products[2];  // of rows g and g + 8
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        products[n].x = sum[2 * n] + (left[2 * n] + right[2 * n]);
+        products[n].y = sum[2 * n + 1] + (left[2 * n + 1] + right[2 * n + 1]);
+        if (second) score(sub, g + 8 * n, j) = products[n];
+      }
+      if (NORMS && (SHARES == 2 || task == warp))
+        __syncthreads();  // `normalize` is done
+      else if (SHARES == 2)
+        named_barrier_sync(SCORED, COPIERS);
+      if (second) return;
       const float2 b = pair(tokens.b + other), b_last = pair(tokens.b_last + other);
       const double2 log = *reinterpret_cast<const double2*>(tokens.log + other);
       float2 result[2];  // rows g and g + 8; stored together, as what is read might have been written
@@ -281,16 +297,20 @@ struct Tf32Scan {
         const int i = g + 8 * n, token = row + i;
         const float a = tokens.a[token], a_last = tokens.a_last[token];
         const float decay0 = expf(float(tokens.log[token] - log.x)), decay1 = expf(float(tokens.log[token] - log.y));
-        const float x = sum[2 * n] + (left[2 * n] + right[2 * n]),
-                    y = sum[2 * n + 1] + (left[2 * n + 1] + right[2 * n + 1]);
-        const float u = (x * a * b.x + a_last * b_last.x) * decay0, w = (y * a * b.y + a_last * b_last.y) * decay1;
+        if constexpr (SHARES == 2) {
+          const float2 others = score(sub, i, j);
+          products[n].x += others.x, products[n].y += others.y;
+        }
+        const float u = (products[n].x * a * b.x + a_last * b_last.x) * decay0,
+                    w = (products[n].y * a * b.y + a_last * b_last.y) * decay1;
         result[n] = make_float2(j <= i ? u : 0.f, j < i ? w : 0.f);
       }
 #pragma unroll
-      for (int n = 0; n < 2; n++) *reinterpret_cast<float2*>(&shared.scores[sub][g + 8 * n][j]) = result[n];
+      for (int n = 0; n < 2; n++) score(sub, g + 8 * n, j) = result[n];
     }
-    if (NORMS && warp >= 2 * SUBS) __syncthreads();  // no task was this warp's
+    if (NORMS && SHARES == 1 && warp >= 2 * SUBS) __syncthreads();  // no task was this warp's
   }
+  DEVICE float2& score(int sub, int i, int j) { return *reinterpret_cast<float2*>(&shared.scores[sub][i][j]); }
   static DEVICE float2 pair(const float* x) { return *reinterpret_cast<const float2*>(x); }
   static DEVICE float4 four(const float* x) { return *reinterpret_cast<const float4*>(x); }
 
