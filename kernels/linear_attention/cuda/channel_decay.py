@@ -251,7 +251,7 @@ def _widest(channels: int, most: int) -> int:
 def left_blocks(build: Build, q: Tensor) -> tuple[int, int]:
     """Blocks of the left scan of one segment, and how many the card runs at once."""
     B, _, H, _ = q.shape
-    return B * H * (build.Dv // build.slices[0]), card(q.device)[1] * build.blocks[0]
+    return B * H * (build.Dv // build.slices[0]), card(q.device)[1] * build.blocks[LEFT]
 
 
 def segmentation(q: Tensor, Dv: int) -> tuple[int, int]:
@@ -352,7 +352,7 @@ class _Pass:
         build = build_for(card(q.device)[0], TAGS[q.dtype], TAGS[gate.dtype], Dk, Dv)
         segments, length = segmentation(q, Dv)
         blocks, slots = left_blocks(build, q)
-        of_states = card(q.device)[1] * build.blocks[2]
+        of_states = card(q.device)[1] * build.blocks[STATES]
         part = part_length(segments, blocks, (slots, of_states)) if build.prepared else segments
         run_len = run_length(part, blocks, slots)
         return cls(build, tensors, scale, segments, length, part, run_len, raw_stream(q.device.index))
