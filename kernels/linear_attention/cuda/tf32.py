@@ -100,7 +100,7 @@ class Build:
     @functools.cached_property
     def blocks(self) -> int:
         """Of a scan, that a multiprocessor runs at once."""
-        by_registers = 2**16 // (self.threads * (self.D // 2 + 80))
+        by_registers = 2**16 // (self.threads * (self.D // 2 + 76))
         by_memory = 1024 * (most_shared(self.arch) + 1) // (self.shared[0] + 1024)
         return max(1, min(6, by_registers, by_memory))
 
