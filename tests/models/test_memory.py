@@ -108,13 +108,17 @@ def test_gradients_stand_beside_the_activations_only_where_they_are_accumulated(
 
 
 def test_weights_gradients_and_adamw_are_counted(small):
-    """fp32: 4 + 4 + 8 bytes a parameter; bf16-true half of that."""
-    n = small("ours").num_parameters()
-    for precision, size in (("32-true", 4), ("bf16-true", 2)):
-        estimate = memory_estimate(small("ours"), 1, 32, precision)
-        parts = [estimate[part] for part in ("parameters", "gradients", "optimizer")]
-        assert parts == [n * size, n * size, 2 * n * size]
+    """fp32: 4 + 4 + 8 bytes a parameter; bf16-true half of that; bf16-mixed with copies of all but the
+    embedding. The head's gradient and its input, with its own, are the loss's."""
+    model = small("ours")
+    n, embedding = model.num_parameters(), model.lm_head.weight.numel()
+    for precision, size, copies in (("32-true", 4, 0), ("bf16-true", 2, 0), ("bf16-mixed", 4, n - embedding)):
+        estimate = memory_estimate(model, 1, 32, precision)
+        parts = [estimate[part] for part in ("parameters", "gradients", "optimizer", "loss")]
+        loss = (2 * 32 * 64 + embedding) * size
+        assert parts == [n * size + 2 * copies, n * size, 2 * n * size, loss]
         assert estimate["total"] == sum(value for part, value in estimate.items() if part != "total")
+        assert memory_estimate(model, 1, 32, precision, moments=n)["optimizer"] == n * size
 
 
 def test_a_loss_in_chunks_needs_fewer_logits():
@@ -125,9 +129,10 @@ def test_a_loss_in_chunks_needs_fewer_logits():
     assert whole["activations"] == chunked["activations"]
 
 
-def test_shards_and_recomputed_blocks_need_less():
+@pytest.mark.parametrize("parallel", [True, False])
+def test_shards_and_recomputed_blocks_need_less(parallel):
     """FSDP divides what AdamW keeps; a recomputed block leaves its input: 12 B parameters on eight cards."""
-    model = GPT.on_meta(config := Config.from_name("pythia-12b"))
+    model = GPT.on_meta(config := Config.from_name("pythia-12b", parallel_residual=parallel))
     whole, shards, both = (
         memory_estimate(model, 1, 2048, sharded_over=over, activation_checkpointing=recompute)
         for over, recompute in ((1, False), (8, False), (8, True))
