@@ -18,6 +18,7 @@ from lingpt.kernels import channel_decay_operator
 from lingpt.kernels.channel_decay_operator import gated_linear_attention_flops
 from lingpt.kernels.gated_linear_attention import (
     CHUNK,
+    HAS_FLA,
     choose,
     fla_attention,
     gated_linear_attention,
@@ -277,7 +278,10 @@ WRONG = {
     ),
     "backend": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="gpu"), "unknown backend"),
     "cuda on a CPU": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="cuda"), "on cpu"),
-    "fla on a CPU": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="fla"), "fla"),
+    "fla on a CPU": (
+        lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="fla"),
+        "needs CUDA tensors" if HAS_FLA else "needs fla-core",
+    ),
 }
 
 
