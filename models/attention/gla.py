@@ -46,6 +46,15 @@ from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, apply_short_co
 GATE_RANK = 16
 
 
+class _InputGate(nn.Linear):
+    """A linear layer of few columns, multiplied as a multiple of 8: products whose rows do not begin at multiples
+    of 16 bytes are slow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = F.pad(self.weight, (0, 0, 0, -self.out_features % 8))
+        return F.linear(x, weight)[..., : self.out_features]
+
+
 def _n_head(gla_n_head: int, n_embd: int) -> int:
     return gla_n_head or next(n for n in range(-(-n_embd // MOST_KEYS), n_embd + 1) if n_embd % n == 0)
 
@@ -104,7 +113,7 @@ class GLAAttention(Attention):
         self.conv = nn.Parameter(identity_filter(2 * self.d_k + self.d_v)) if short_conv else None
         self.gate_down = nn.Linear(config.n_embd, GATE_RANK, bias=False)
         self.gate_up = nn.Linear(GATE_RANK, self.d_k, bias=True)
-        self.input_gate = nn.Linear(config.n_embd, self.n_head, bias=False) if input_gate else None
+        self.input_gate = _InputGate(config.n_embd, self.n_head, bias=False) if input_gate else None
         self.value_mix = nn.Parameter(torch.zeros(self.n_head)) if value_residual else None
         self.norm = GATE_NORMS[gate_norm](self.d_v // self.n_head, eps=config.norm_eps)
         self.proj = nn.Linear(self.d_v, config.n_embd, bias=config.bias)
