@@ -47,8 +47,8 @@ GATE_RANK = 16
 
 
 class _InputGate(nn.Linear):
-    """A linear layer of few columns, multiplied as a multiple of 8: products whose rows do not begin at multiples
-    of 16 bytes are slow."""
+    """A linear layer of few columns, multiplied as a multiple of 8: products with rows that do not begin at
+    multiples of 16 bytes are slow."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = F.pad(self.weight, (0, 0, 0, -self.out_features % 8))
