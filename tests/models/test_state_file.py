@@ -39,7 +39,10 @@ def test_a_document_longer_than_the_block_size(build, tokens, form):
         read(short, tokens[:, 32:-1], state)
         torch.testing.assert_close(short.next_logits(tokens[:, -1:], state), expected, rtol=1e-4, atol=1e-4)
     assert state.position == 70 and state.num_bytes() == size
+    lengths: list[int] = []
+    short.transformer["wte"].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     greedy = generate(short, tokens, 20, temperature=0)
+    assert lengths == [32, 32, 5] + [1] * 20, "the memory of a piece"
     assert torch.equal(greedy, generate(long, tokens, 20, temperature=0))
 
 
