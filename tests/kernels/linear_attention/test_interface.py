@@ -574,6 +574,14 @@ WRONG = {
         lambda q, k, v: linear_attention_qkv(torch.stack((q, k, v), 2), *rope(10)),
         "cos and sin",
     ),
+    "context and state": (
+        lambda q, k, v: linear_attention(q, k, v, initial_state=state(), context=object()),
+        "context needs causal=True, no initial_state",
+    ),
+    "context of the reference": (
+        lambda q, k, v: linear_attention(q, k, v, backend="reference", context=object()),
+        "context needs .* backend 'chunkwise' or 'cuda'",
+    ),
 }
 
 
