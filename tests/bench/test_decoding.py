@@ -109,7 +109,7 @@ def test_eager_steps_stand_beside_graphs(tmp_path: Path, monkeypatch: pytest.Mon
     """Two rows of one cell otherwise, in the table and as two lines of the picture."""
     rows = [DecodeRow("demo", "ours", 1, n, g, ms=1.0, fastest_ms=1.0, state_bytes=8) for g in (True, False)
             for n in (16, 64)]  # fmt: skip
-    rows.append(DecodeRow("demo", "gla", 1, 16, True, ms=1.0, fastest_ms=1.0, state_bytes=8))
+    rows.append(DecodeRow("demo", "gla", 1, 16, True, ms=2.0, fastest_ms=1.0, state_bytes=3 * 10**6))
     results = bench_decoding("demo", ["ours"], [16], [1], device="cpu", graph=True)
     for row in rows:
         results.put(row)
@@ -122,7 +122,8 @@ def test_eager_steps_stand_beside_graphs(tmp_path: Path, monkeypatch: pytest.Mon
     times, states = drawn[0].axes
     lines = ["ours, batch 1, eager", "ours, batch 1, graph", "gla, batch 1, graph"]
     assert [line.get_label() for line in times.lines] == lines, "what was not measured has none"
-    assert len(states.lines) == 2, "one for each attention"
+    assert "| demo | gla | 1 | 16 | graph | 2.00 (1.00) | 500 | – | 3.00 | – |" in results.table()
+    assert len(states.lines) == 2 and list(states.lines[1].get_ydata()) == [3.0], "one for each attention"
 
 
 @pytest.mark.slow
