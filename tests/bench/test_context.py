@@ -39,7 +39,8 @@ def gpu_trace() -> list[dict[str, Any]]:
     def launch(at: float, tid: int, name: str, ts: float, dur: float) -> None:
         nonlocal call
         call += 1
-        events.append(event("cuda_runtime", "cudaLaunchKernel", at, 1, tid, correlation=call))
+        cat = "cuda_driver" if tid == 2 else "cuda_runtime"
+        events.append(event(cat, "cudaLaunchKernel", at, 1, tid, correlation=call))
         events.append(event("kernel", name, ts, dur, 7, correlation=call))
 
     for t in (0, 1000):
@@ -50,7 +51,8 @@ def gpu_trace() -> list[dict[str, Any]]:
             events.append(event("gpu_user_annotation", name, t + start, end - start, 7))
         launch(t + 110, 1, "ncclDevKernel_AllGather_RING_LL", t + 400, 30)
         launch(t + 510, 2, "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", t + 700, 20)
-        launch(t + 520, 1, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", t + 900, 100)  # another thread's
+        # another thread's, which runs after the step
+        launch(t + 520, 1, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", t + 1150, 100 if t else 50)
         launch(t + 120, 1, "gemm", t + 300, 900)
     return events
 
@@ -194,6 +196,17 @@ def test_each_model_has_its_line(tmp_path: Path, monkeypatch):
         assert all(set(line.get_ydata()) == {5.0} for line in planned)
     looks = {(line.get_linestyle(), line.get_marker()) for line in drawn[0].axes[0].lines[::2]}
     assert len(looks) == 3
+
+
+def test_a_row_stands_beside_its_plan():
+    row = Row("a", "pieces", "ours", 512, 2, losses=[7.0], tokens_per_second=1e3, sending={"states": 0.03})
+    row.planned_tokens_per_second, row.planned_sending = 5e3, 0.01
+    row.peak_memory, row.planned_memory = 2e9, 10**9
+    one = replace(row, kind="one", tokens_per_second=2e3)
+    head = {"card": "GPU", "precision": "bf16-mixed", "versions": {}, "date": "today"}
+    table = Results(head, [one, row, replace(row, kind="first")]).table()
+    assert "| 7.00000 | 1,000 | 0.500 | 5,000 | 0.20 | 2.0 | 1.0 | 2.00 | states 3.0% | 1.0% |" in table
+    assert f"| a | first | ours | 512 | 2 | 7.00000 |{' |' * 9}" in table
 
 
 @pytest.mark.parametrize(("missing", "status"), [(0, "ok"), (1, "skipped")])
