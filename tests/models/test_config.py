@@ -27,7 +27,8 @@ def test_block_size_and_vocabulary_can_be_raised():
     """The recipes train at 8192 tokens where Pythia's own block size is 2048."""
     config = ModelArgs("pythia-14m", "softmax", block_size=8192, vocab_size=60000).config()
     assert (config.block_size, config.vocab_size, config.padded_vocab_size) == (8192, 60000, 60032)
-    assert ModelArgs("pythia-14m", padded_vocab_size=1024).config().padded_vocab_size == 1024
+    config = ModelArgs("pythia-14m", padded_vocab_size=1024, rotary_percentage=1 / 16).config()
+    assert (config.vocab_size, config.padded_vocab_size, config.rope_n_elem) == (1024, 1024, 2)
 
 
 def test_a_model_of_ones_own():
@@ -102,6 +103,7 @@ def test_config_survives_json():
         ),
         ({"attention": "hybrid + sdpa=flash", "sdpa": "auto"}, "sdpa is flash in .*, and auto besides"),
         ({"attention": ["ours+constant=false", "gla", "gla", "gla"], "constant": True}, "and True besides"),
+        ({"attention": ["ours", 1, "ours", "ours"]}, "give one name, or a list with one per layer"),
         ({"attention": ["ours", "softmax"]}, "lists 2 layers, but 'demo' has 4"),
         ({"attention": "gla", "gla_n_head": 5}, "gla_n_head=5 must divide"),
         ({"block_size": 0}, "block_size is 0; it must be"),
@@ -119,6 +121,7 @@ def test_config_survives_json():
             "rotary_percentage is 1.5; it must be a number above 0 and at most 1",
         ),
         ({"rotary_percentage": float("nan")}, "rotary_percentage is nan; it must be"),
+        ({"rotary_percentage": 0.01}, "rotates 0 dimensions"),
         ({"rotary_percentage": 0.05}, "rotates 3 dimensions: choose one that gives an even number"),
         ({"rope_base": 0}, "rope_base is 0; it must be"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0; it must be"),

@@ -39,6 +39,7 @@ def test_softmax_has_transformers_logits(hf_model, tokens, tmp_path, layout):
         part = values.pop("rope_parameters")["partial_rotary_factor"]  # a key of its own in transformers 4
         del values["layer_norm_eps"]  # a default, as is 0.25
         values |= {"rotary_pct": part} if part != 0.25 else {}
+        values["_name_or_path"] = "EleutherAI/pythia-14m"  # as they are published
         (tmp_path / "config.json").write_text(json.dumps(values))
         old = {
             "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2)
@@ -48,19 +49,21 @@ def test_softmax_has_transformers_logits(hf_model, tokens, tmp_path, layout):
         hf_model.save_pretrained(tmp_path, max_shard_size="200KB" if layout == "sharded" else "1GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == (layout == "sharded")
     model = load_model(tmp_path)
+    assert model.config.name == ("pythia-14m" if layout == "bin" else tmp_path.name)
     torch.testing.assert_close(model(tokens), hf_model(tokens).logits, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
-def test_our_softmax_models_run_in_transformers(small, tokens, tmp_path):
+@pytest.mark.parametrize("parallel", [True, False])
+def test_our_softmax_models_run_in_transformers(small, tokens, tmp_path, parallel):
     """An exported folder gives our logits there; read back, our tensors to the bit."""
     from transformers import AutoModelForCausalLM
 
-    model = small("softmax", rotary_percentage=0.5)
+    model = small("softmax", rotary_percentage=0.5, parallel_residual=parallel, norm_eps=0.01)
     torch.nn.init.normal_(model.transformer.h[1].attn.qkv.bias)
     export_hf(model, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert type(theirs).__name__ == "GPTNeoXForCausalLM"
+    assert theirs.config.architectures == [type(theirs).__name__] == ["GPTNeoXForCausalLM"]
     torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=1e-5)
     again = load_model(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -92,7 +95,7 @@ def test_damaged_folders_are_one_line(small, tmp_path):
     with pytest.raises(UserError, match="no weights in"):
         load_model(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    for names in ({}, {"weight_map": 3}, {"weight_map": {"a": "../model.safetensors"}}):
+    for names in ({}, *({"weight_map": x} for x in (3, {"a": 3}, {"a": "../model.safetensors"}))):
         index.write_text(json.dumps(names))
         with pytest.raises(UserError, match="names no files of its folder"):
             load_model(tmp_path)
@@ -101,6 +104,10 @@ def test_damaged_folders_are_one_line(small, tmp_path):
     config.write_text(json.dumps(values | {"rope_parameters": scaled}))
     with pytest.raises(UserError, match=r"not supported .*scaled"):
         load_model(tmp_path)
+    for variant in ({"hidden_act": "gelu_fast"}, {"tie_word_embeddings": True}):
+        config.write_text(json.dumps(values | variant))
+        with pytest.raises(UserError, match=r"not supported \(activation, tied"):
+            load_model(tmp_path)
     config.write_text(json.dumps(values | {"attention_bias": False}))  # of the MLP it has biases all the same
     with pytest.raises(UserError, match=r"not supported .*without biases"):
         load_model(tmp_path)
