@@ -10,17 +10,20 @@ from lingpt.kernels.sdpa import packed_attention
 @pytest.mark.parametrize("borders", [None, [0, 1, 30, 100, 170, 200, 200]])
 @pytest.mark.parametrize("window", [None, 1, 20, 150])
 def test_a_token_sees_its_own_sequence_up_to_a_window(where, borders, window):
-    """Value and gradients, in the kernel's dtype. Guards: a window that is one token too long, as
-    FlashAttention counts the tokens before a token."""
+    """Value and gradients, in the kernel's dtype, once with two heads of q for each of k and v. Guards: a
+    window that is one token too long, as FlashAttention counts the tokens before a token."""
     B, N, H, D = 2, 100, 4, 64
+    repeats = 2 if window == 20 else 1
     generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if where == "cuda" else torch.float64
     q, k, v, do = torch.randn(4, B, N, H, D, generator=generator, dtype=torch.float64).to(dtype).unbind()
+    k, v = (x[:, :, : H // repeats] for x in (k, v))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     at = torch.arange(B * N)
     sequence = torch.bucketize(at, torch.tensor(borders or [0, N]), right=True)
     distance = at[:, None] - at
     seen = (distance >= 0) & (distance < (window or N)) & (sequence[:, None] == sequence)
     q_, k_, v_ = (x.flatten(0, 1).transpose(0, 1) for x in exact)
+    k_, v_ = (x.repeat_interleave(repeats, 0) for x in (k_, v_))
     scores = (0.3 * q_ @ k_.mT).masked_fill(~seen, -torch.inf)
     expected = (scores.softmax(-1) @ v_).transpose(0, 1).unflatten(0, (B, N))
     leaves = [x.detach().to(where).requires_grad_() for x in (q, k, v)]
