@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lingpt.models import GPT, Config
+from lingpt.models.attention.gla import GLAAttention
 from lingpt.models.attention.ours_gated import OursGatedAttention
 from lingpt.models.attention.unified import UnifiedAttention
 
@@ -24,15 +25,18 @@ def test_an_attention_declares_what_runs(small, variant, seq_len):
     """An operator without a formula counts as zero, and MFU lies. Of softmax PyTorch counts the whole N × N
     square; a causal model needs half of it, or MFU exceeds 100 %. So it is with the squares in the chunks of
     `unified`, whose backward pass is three forward ones. Nor are the zeros counted that fill a gated
-    projection's rows."""
+    projection's rows, or the columns of `gla`'s input gate."""
     model = small(**variant)
     half = 3 * 2 * seq_len * model.config.n_embd  # q·k and p·v over half of the square, forward and backward
     layers = [block.attn for block in model.blocks]
     gated = [layer for layer in layers if isinstance(layer, OursGatedAttention)]
-    filled = sum(3 * 2 * model.config.n_embd * layer.row_fill() for layer in gated if layer.is_packed)
+    filled = sum(layer.row_fill() for layer in gated if layer.is_packed)
+    input_gates = [layer.input_gate for layer in layers if isinstance(layer, GLAAttention)]
+    filled += sum(-gate.out_features % 8 for gate in input_gates if gate is not None)
     softmax_layers = model.config.attention_per_layer.count("softmax")
     before = max(0, seq_len - variant.get("softmax_window", seq_len))  # the tokens that a window leaves out
-    undeclared = softmax_layers * (half + half * before**2 // seq_len**2) + filled
+    undeclared = softmax_layers * (half + half * before**2 // seq_len**2)
+    undeclared += 3 * 2 * model.config.n_embd * filled
     for layer in layers:
         if isinstance(layer, UnifiedAttention):
             H, D, padded = layer.config.n_head, layer.config.head_size, 64 * -(-seq_len // 64)
