@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_yaml
 from lingpt.common.options import as_word, flatten
-from lingpt.common.run_folder import CONFIG, find_model_folder
+from lingpt.common.run_folder import CONFIG, find_model_folder, read_config
 from lingpt.models import check_source
 from lingpt.models.attention import attention_options
 from lingpt.train import train
-from lingpt.train.config import Recipe
+from lingpt.train.config import Recipe, recipe_from_dict
 from lingpt.train.recipe import parse_recipe
 from lingpt.train.softmax_layers import place_softmax_layers
 
@@ -32,12 +31,11 @@ def parse(words: Sequence[str]) -> list[Recipe]:
     """The recipes of the run, or of the two runs; UserError if the arguments are invalid."""
     teacher = words[0] if words and not words[0].startswith("-") else None
     given, rest = {word.partition("=")[0] for word in words}, list(words[1:] if teacher else words)
-    own = Path(teacher or "") / CONFIG
     if teacher:
         check_source(find_model_folder(Path(teacher), verify=False))
         rest = [f"--train.init_from={teacher}", f"--train.teacher={teacher}", "--train.imitate=blocks", *rest]
-        if "--config" not in given and own.is_file():
-            rest = [*_student_options(own, given), *rest]
+        if "--config" not in given and (Path(teacher) / CONFIG).is_file():
+            rest = [*_student_options(Path(teacher), given), *rest]
     recipe = parse_recipe(rest, verb="linearize", about=HELP)
     if teacher is None:
         raise UserError(
@@ -60,12 +58,13 @@ def _run(recipe: Recipe, name: str, steps: int) -> Recipe:
     return replace(recipe, train=replace(recipe.train, name=name, max_steps=steps, max_tokens=None))
 
 
-def _student_options(config: Path, given: Set[str]) -> list[str]:
+def _student_options(run: Path, given: Set[str]) -> list[str]:
     """The options in the recipe of the teacher's run, except its attention and what belongs to that run
     alone, with the student's length, batch and rate."""
-    values = flatten(Recipe, read_yaml(config))
-    batch, steps = values["train.global_batch_size"], values.get("train.max_steps")
-    tokens = steps * batch * values["data.seq_len"] if steps else values["train.max_tokens"]
+    recipe = recipe_from_dict(read_config(run))
+    values, t = flatten(Recipe, recipe.to_dict()), recipe.train
+    tokens = None if t.max_steps else t.max_tokens
+    tokens = tokens or recipe.total_steps * recipe.tokens_per_step
     for key in ("train.global_batch_size", "train.micro_batch_size"):
         values[key] = max(1, values[key] // BATCH_DIVISOR)
     rate = values["train.learning_rate"]
@@ -75,7 +74,9 @@ def _student_options(config: Path, given: Set[str]) -> list[str]:
         values["train.muon_learning_rate"] = muon / 2
     values |= {"train.max_steps": None, "train.max_tokens": tokens // TOKENS_DIVISOR}
     others = {f"model.{name}" for name in ("attention", *attention_options())}
-    others |= {f"train.{name}" for name in ("name", "resume", "init_from", "teacher", "imitate")}
+    others |= {
+        f"train.{name}" for name in ("name", "resume", "init_from", "teacher", "imitate", "decay_steps")
+    }
     others |= {f"train.{name}" for name in ("z_loss", "segments", "context_parallel")}  # not with a teacher
     others |= {option.removeprefix("--") for option in LENGTH if LENGTH & given}
     return [

@@ -183,14 +183,15 @@ def test_a_validation_is_of_the_next_token(kind, batch):
 def test_a_student_takes_no_option_of_its_teacher_that_it_cannot_have(make_recipe):
     """Guards: "leave it out" for an option that only the teacher's run was given, or for a rate of linear
     attentions without any; and Muon's whole rate."""
-    muon = {"optimizer": "muon", "muon_learning_rate": 4e-3}
-    teacher = train(make_recipe(max_steps=1, z_loss=1e-4, segments=2, **muon))
+    options = {"optimizer": "muon", "muon_learning_rate": 4e-3, "schedule": "wsd", "decay_steps": 1}
+    teacher = train(make_recipe(max_steps=1, z_loss=1e-4, segments=2, **options))
     config = teacher / "config.yaml"
     text = config.read_text().replace("context_parallel: 1", "context_parallel: 2")
     config.write_text(re.sub(r"micro_batch_size: \d+", "micro_batch_size: 2", text))
     (student,) = parse([str(teacher), "--model.attention=ours-gated"])
     t = student.train
     assert (t.z_loss, t.segments, t.context_parallel) == (0.0, 1, 1)
+    assert (t.schedule, t.decay_steps) == ("wsd", None)
     assert (t.optimizer, t.muon_learning_rate, t.learning_rate) == ("muon", 2e-3, 5e-4)
     assert t.attention_learning_rate == 2e-3
     # The command line is over the teacher's recipe, and --config in its place.
@@ -208,6 +209,10 @@ def test_a_student_takes_no_option_of_its_teacher_that_it_cannot_have(make_recip
     assert (student.train.optimizer, student.data.seq_len) == ("adamw", 256)
     (student,) = parse([str(teacher), "--model.attention=softmax+softmax_window=16"])
     assert student.train.attention_learning_rate is None
+    for damaged in ("", "model: {name: demo}", "train: 3"):
+        config.write_text(damaged)
+        with pytest.raises(UserError, match=r"recipe|how long to train"):
+            parse([str(teacher), "--model.attention=ours-gated"])
 
 
 def test_a_replay_says_that_the_run_had_a_teacher(make_recipe, monkeypatch):
