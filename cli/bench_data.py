@@ -24,7 +24,7 @@ class Options:
 
 def run(options: Options) -> None:
     from lingpt.bench.data import measure
-    from lingpt.common.files import cache_dir, write_json
+    from lingpt.common.files import cache_dir, write_errors, write_json
     from lingpt.data.tokenizer import embedded_tokenizer, load_tokenizer
 
     tokenizer = (
@@ -33,4 +33,5 @@ def run(options: Options) -> None:
     result = measure(options.source, tokenizer, int(options.megabytes * 1e6), options.repeats)
     print(json.dumps(result, indent=2))
     if options.out:
-        write_json(Path(options.out), result, indent=2)
+        with write_errors(out := Path(options.out)):
+            write_json(out, result, indent=2)

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import jinja2
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -36,7 +35,7 @@ def chat(
         try:
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
             text = environment.from_string(template).render(names)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template computes: `TypeError`, for example
             raise UserError(f"the chat template fails: {first_line(error)}") from error
         answer = ""
         for piece in replies(model, tokenizer, tokenizer.encode(text), max_new_tokens, sampling):

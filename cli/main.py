@@ -94,10 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Makes stdout and stderr take any text: a closed one drops it, another encoding than UTF-8 gets `?`."""
-    for name in ("stdout", "stderr"):
+    """Makes stdout and stderr take any text: a closed one drops it, another encoding than UTF-8 gets `?`. And
+    stdin give text: none if it is closed, and `�` for what is not in its encoding."""
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the process ends
         stream = getattr(sys, name)
         if getattr(stream, "errors", None) in ("strict", "surrogateescape") and hasattr(
             stream, "reconfigure"

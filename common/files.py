@@ -45,6 +45,8 @@ def replacing(path: Path) -> Iterator[Path]:
     Removes what killed writers of `path` left behind, once it is `ABANDONED`. Creates the folder if it is
     missing, except a temporary one of `new_folder`: that is missing only if its disk has gone.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.parent.suffix != PARTIAL:
         path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):  # another user's, for example: it does no harm

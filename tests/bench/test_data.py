@@ -23,8 +23,12 @@ def test_what_is_measured_is_printed_and_written(tmp_path: Path, capsys):
 
 def test_few_bytes_are_two_documents_and_one_document_is_too_few(tmp_path, capsys):
     """Guards: a request for --data.val_source, which is no option of this command."""
-    assert main(["bench", "data", "--megabytes", "0.001", "--repeats", "1"]) == 0
+    few = ["bench", "data", "--megabytes", "0.001", "--repeats", "1"]
+    assert main(few) == 0
     assert json.loads(capsys.readouterr().out)["documents"] == 2
+    for no_file in (str(tmp_path), "."):
+        assert main([*few, "--out", no_file]) == 2
+        assert f"cannot write to {no_file} (Is a directory)" in capsys.readouterr().err
     (tmp_path / "one.txt").write_text("hello")
     assert main(["bench", "data", "--source", str(tmp_path / "one.txt")]) == 2
     assert "give a larger --source" in capsys.readouterr().err

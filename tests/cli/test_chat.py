@@ -42,6 +42,9 @@ def test_the_prompt_begins_as_in_transformers(tmp_path, monkeypatch, begin):
     theirs = AutoTokenizer.from_pretrained(folder)
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompts == [theirs.encode(text, add_special_tokens=False)]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8"))
+    assert main(["generate", str(folder), "--chat", "--device", "cpu"]) == 0
+    assert "caf\N{REPLACEMENT CHARACTER}" in theirs.decode(prompts[1])
 
 
 def test_an_export_keeps_the_chat_and_the_end_of_a_text(tmp_path):

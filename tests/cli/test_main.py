@@ -438,11 +438,11 @@ def test_a_disk_that_fails_at_the_start_is_one_line(project, capsys, monkeypatch
 
 
 def test_a_closed_stream_drops_what_is_printed(monkeypatch):
-    """Guards: `lingpt train … >&-`, which ended in a traceback."""
-    for name in ("stdout", "stderr"):
+    """Guards: `lingpt train … >&-`, which ended in a traceback; and `lingpt generate --chat <&-`."""
+    for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     monkeypatch.setattr(cli, "_overview", lambda: f"{sys.stdout.isatty()} {sys.stderr.isatty()}")
-    assert (main(["--help"]), main(["trian"])) == (0, 2)
+    assert (main(["--help"]), main(["trian"]), sys.stdin.read()) == (0, 2, "")
 
 
 def test_what_is_left_to_print_at_the_end_has_nowhere_to_go():

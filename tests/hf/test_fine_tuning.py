@@ -76,9 +76,10 @@ def test_a_chat_is_the_template_and_mistakes_are_one_line(export, capsys, monkey
         words = ["--prompt", prompt, "--temperature", "0", "--device", "cpu", "--max_new_tokens", "30"]
         assert main(["generate", str(export), *words]) == 0
         assert capsys.readouterr().out.removeprefix(prompt).strip() == answer.strip()
-    (export / "chat_template.jinja").write_text("{{ messages[7].content.nothing }}")
-    assert chat(monkeypatch, export, "hello") == 2
-    assert "the chat template fails: " in capsys.readouterr().err
+    for wrong in ("{{ messages[7].content.nothing }}", "{{ messages[0].content + 1 }}"):
+        (export / "chat_template.jinja").write_text(wrong)
+        assert chat(monkeypatch, export, "hello") == 2
+        assert "the chat template fails: " in capsys.readouterr().err
     (export / "chat_template.jinja").write_text(template)
     assert chat(monkeypatch, export, "river " * 200) == 2
     assert "exceed block size 96: shorten" in capsys.readouterr().err

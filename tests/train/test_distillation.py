@@ -182,7 +182,8 @@ def test_a_validation_is_of_the_next_token(kind, batch):
 
 def test_a_student_takes_no_option_of_its_teacher_that_it_cannot_have(make_recipe):
     """Guards: "leave it out" for an option that only the teacher's run was given, or for a rate of linear
-    attentions without any; and Muon's whole rate."""
+    attentions without any; Muon's whole rate; a decay longer than the student's run; and a traceback for
+    a damaged recipe."""
     options = {"optimizer": "muon", "muon_learning_rate": 4e-3, "schedule": "wsd", "decay_steps": 1}
     teacher = train(make_recipe(max_steps=1, z_loss=1e-4, segments=2, **options))
     config = teacher / "config.yaml"
