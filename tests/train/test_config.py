@@ -62,6 +62,12 @@ def test_steps_are_whole_and_cover_the_tokens():
         ({"name": "../../x"}, 1, r"'../../x' cannot be a folder's: .*--train.out_dir"),
         ({"name": ".hidden"}, 1, "cannot be a folder's"),
         ({"name": "a\0b"}, 1, "text that is not blank"),
+        ({"name": "a\nb"}, 1, "cannot be a folder's"),
+        (
+            {"keep_best": True, "keep_checkpoints": 0},
+            1,
+            "train.keep_best saves, and train.keep_checkpoints 0",
+        ),
         ({"name": "x" * 300}, 1, "cannot be a folder's"),
     ],
 )
@@ -78,6 +84,14 @@ def test_a_decay_begins_after_the_warm_up():
         check(recipe(**run, decay_steps=longest), 1)
         with pytest.raises(UserError, match=rf"decay_steps is {longest + 1}; it must be 1 to {longest}"):
             check(recipe(**run, decay_steps=longest + 1), 1)
+
+
+def test_a_rate_may_be_constant_and_a_validation_one_sequence_or_all():
+    for tokens, blocks in ((0, 9), (256, 1), (10**6, 9)):
+        constant = recipe(learning_rate=1e-3, min_learning_rate=1e-3, eval_tokens=tokens)
+        constant.data.seq_len = 256
+        check(constant, 1)
+        assert constant.validation_blocks(available=9) == blocks
 
 
 def test_names():

@@ -30,7 +30,7 @@ from lingpt.train.start import check_recipe
 
 
 def tiny(attention, seed=0):
-    args = ModelArgs("demo", attention, n_layer=6, n_embd=32, n_head=2, vocab_size=60, block_size=32)
+    args = ModelArgs("demo", attention, n_layer=6, n_embd=32, n_head=2, vocab_size=60, block_size=40)
     return GPT.create(args.config(), seed, dtype=torch.float64)
 
 
@@ -97,6 +97,7 @@ def test_an_attention_is_fitted_to_the_teachers_inputs_and_outputs(batch):
     assert trained == {
         name for name, _ in hybrid.named_parameters() if ".attn." in name and ".h.1." not in name
     }
+    assert trained == {name for name, p in hybrid.named_parameters() if p.requires_grad}  # DDP waits for all
     assert 0 < AttentionTransferLoss(model, tiny("softmax+value_residual"))(batch) < math.inf
 
 
@@ -111,7 +112,8 @@ def test_an_attention_is_fitted_with_its_own_rotary_embedding(batch):
 
 @pytest.mark.parametrize("kind", ["attention", "blocks", "logits"])
 def test_what_has_no_target_does_not_count(kind, batch):
-    """Packed rows that end in padding, and a prompt alone: the loss and gradient of their targets.
+    """Packed rows that end in padding, and a prompt alone: the loss and gradient of their targets. A document
+    sees no other, in the teacher, too.
 
     Guards: losses summed over padding and prompts, and divided by the number of targets.
     """
@@ -119,7 +121,8 @@ def test_what_has_no_target_does_not_count(kind, batch):
     idx, targets = batch[:, :-1].clone(), batch[:, 1:].clone()
     idx[:, 12:], targets[:, 12:] = 0, -100
     borders = torch.tensor([0, 12, 19, 31, 38], dtype=torch.int32)
-    for packed in (Batch(idx, targets, borders), batch[:, :13]):
+    one_row = Batch(idx.view(1, -1), targets.view(1, -1), borders)
+    for packed in (Batch(idx, targets, borders), batch[:, :13], one_row):
         model = tiny("ours", seed=1)
         if kind == "attention":
             loss = AttentionTransferLoss(model, teacher)(packed)
@@ -128,7 +131,8 @@ def test_what_has_no_target_does_not_count(kind, batch):
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
         teacher = tiny("softmax").requires_grad_(False)  # without hooks
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, rtol=1e-5, atol=1e-5)
     nothing = Batch(idx, torch.full_like(targets, -100), borders)
     loss = AttentionTransferLoss(model, teacher) if kind == "attention" else LogitsLoss(model, teacher)
     assert loss(nothing) == 0
@@ -148,6 +152,8 @@ def test_a_teacher_computes_by_any_kernel(make_recipe, tmp_path, batch, kind):
     save_model(tiny("softmax+sdpa=cudnn"), tmp_path)
     loss = training_loss(make_recipe(teacher=str(tmp_path), imitate=kind), tiny("ours"), compiled=False)
     assert loss(batch).isfinite()
+    assert isinstance(loss, AttentionTransferLoss if kind == "attention" else LogitsLoss)
+    assert getattr(loss, "blocks", False) == (kind == "blocks")
 
 
 def test_a_teacher_that_cannot_teach_is_told_before_any_work(make_recipe):
@@ -168,8 +174,8 @@ def test_a_teacher_that_cannot_teach_is_told_before_any_work(make_recipe):
             check_recipe(student)
     student = make_recipe(imitate="logits", teacher=str(teacher))
     student.data = replace(student.data, seq_len=256)
-    for n_layer in (1, 2):
-        student.model = replace(student.model, n_layer=n_layer, block_size=256)
+    for n_layer, n_embd in ((1, 64), (2, None)):
+        student.model = replace(student.model, n_layer=n_layer, n_embd=n_embd, block_size=256)
         check_recipe(student)  # its sequences are as long as the teacher's can be; its layers are its own
 
 

@@ -44,6 +44,7 @@ def test_warm_up_stable_decay_can_be_extended():
     rates = [learning_rates(config, 1000)(step) for step in range(1000)]
     assert math.isclose(rates[0], 1e-5) and rates[99:800] == [1e-3] * 701 and math.isclose(rates[-1], 5e-5)
     assert all(a > b for a, b in pairwise(rates[799:]))
+    assert math.isclose(rates[849], (1e-3 + 5e-5) / 2), "1 − √progress: half of it after a quarter"
     assert Recipe(train=replace(config, max_steps=1000)).decay_start == 800  # where a checkpoint is kept
     longer = [learning_rates(config, 3000)(step) for step in range(3000)]
     assert longer[:800] == rates[:800] and math.isclose(longer[-1], 5e-5)
