@@ -61,6 +61,8 @@ def test_who_comes_last_to_a_long_step_s_end_is_not_late():
     for _ in range(5):
         assert first.beat(8) is None and last.beat(7) is None
     assert first.beat(8) is None and last.beat(8) is None
+    for count in range(9, 30):  # and who is behind, while both go on
+        assert first.beat(count) is None and last.beat(count - 1) is None
 
 
 def test_who_was_stopped_with_all_the_others_has_not_waited(monkeypatch):

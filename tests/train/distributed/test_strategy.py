@@ -9,7 +9,7 @@ from lingpt.models import GPT, ModelArgs
 from lingpt.train import Recipe, TrainConfig
 from lingpt.train.distributed.strategy import choose_strategy
 from lingpt.train.planning.machine import Machine
-from lingpt.train.planning.memory_fit import too_small_message
+from lingpt.train.planning.memory_fit import memory_needed, too_small_message
 from lingpt.train.report import describe
 
 
@@ -28,6 +28,16 @@ def test_reduce_bf16_is_refused_before_anything_starts_or_says_what_it_costs():
     recipe.train.strategy = "fsdp"
     chosen, why = choose_strategy(machine, gpt, recipe)
     assert not chosen.gathers_once and "in every micro-batch" in why
+
+
+def test_processes_on_a_cpu_share_its_memory():
+    """Guards: the whole model in each, where only one such process fits."""
+    machine, recipe = two_devices()
+    gpt = GPT.on_meta(recipe.model.config())
+    one_and_a_half = int(1.5 * memory_needed(gpt, recipe, machine.precision)["total"])
+    for accelerator, strategy in (("cpu", "fsdp"), ("cuda", "ddp")):
+        here = replace(machine, accelerator=accelerator, memory=one_and_a_half)
+        assert choose_strategy(here, gpt, recipe)[0].strategy == strategy
 
 
 def test_the_opening_line_names_the_strategy_where_there_are_several_devices():
