@@ -78,6 +78,8 @@ def run(options: Options) -> None:
     from lingpt.eval.texts import parse_texts
 
     check_known("suite", options.suite, SUITES)
+    if not options.suite:
+        raise UserError(f"--suite needs one or more of {', '.join(SUITES)}")
     data, texts = benchmark_folder(options.data), parse_texts(options.texts)
     tasks = benchmark_tasks(options.suite, options.tasks, data)
     if options.limit and (whole := measures_of(options.suite)):

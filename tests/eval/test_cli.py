@@ -156,6 +156,7 @@ def test_defaults_are_table_2(runs, eval_data, capsys):
         (["--batch_tokens", "0"], "batch_tokens is 0"),
         (["--tusks", "piqa"], "tusks"),
         (["--suite", "recal"], "did you mean 'recall'?"),
+        (["--suite"], "--suite needs one or more of table2, "),
         (["--suite", "language", "--texts", "novels=no.jsonl"], "there are no documents at no.jsonl"),
         (["--config", "table3"], "table3"),
         (["--limit", "some"], "limit"),
