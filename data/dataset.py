@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import cache_dir, write_errors
+from lingpt.common.format import counted
 from lingpt.common.options import RARE, Option, check_options
 from lingpt.data.answer_rows import ANSWERS
 from lingpt.data.answers import AnswerTokenizer
@@ -416,7 +417,7 @@ def _find(source: str) -> str:
     if source.startswith(HUB):
         return ON_HUB
     files = find_files(source, NAMED)
-    return f"{len(files)} file(s), {sum(f.stat().st_size for f in files) / 1e6:,.1f} MB, found"
+    return f"{counted(len(files), 'file')}, {sum(f.stat().st_size for f in files) / 1e6:,.1f} MB, found"
 
 
 def availability(config: DataConfig) -> str:

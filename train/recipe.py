@@ -120,6 +120,10 @@ def _sizes_given(model: ModelArgs, in_file: ModelArgs) -> list[str]:
     now, own = model.config(), None
     with contextlib.suppress(UserError):  # a custom model whose sizes are on the command line
         own = replace(in_file, name=model.name, attention=model.attention).config()
-    return [
-        f"{size}_{getattr(now, size)}" for size in differ if getattr(now, size) != getattr(own, size, None)
-    ]
+    values = {size: getattr(now, size) for size in differ if getattr(now, size) != getattr(own, size, None)}
+    return [f"{size}_{_in_a_name(value)}" for size, value in values.items()]
+
+
+def _in_a_name(value: Any) -> str:
+    """A size as part of a folder's name; of `rope_adjustments` its numbers: `8_1_4_2048`."""
+    return "_".join(f"{number:.10g}" for number in value.values()) if isinstance(value, dict) else str(value)

@@ -258,6 +258,11 @@ def test_a_recipe_of_ones_own_gives_sizes_and_names_its_run(project, capsys):
         ("--model.n_layer 3 --model.learnable_b true", "tiny-ours-learnable_b-n_layer_3"),
         ("--model.n_embd 64 --model.n_head 1", "tiny-ours-n_embd_64-n_head_1"),  # nor what follows from it
         ("--model.name pythia-14m", "tiny-pythia-14m-ours"),
+        (
+            "--model.rope_adjustments "
+            '{"factor":8,"low_freq_factor":1,"high_freq_factor":4,"original_max_seq_len":2048}',
+            "tiny-ours-rope_adjustments_8_1_4_2048",
+        ),
     ],
 )
 def test_a_size_of_the_command_line_is_in_the_runs_name(project, capsys, argv, name):
@@ -405,7 +410,7 @@ def test_dry_run_of_pythia_1b_needs_no_gpu_no_network_and_no_memory(project, cap
 def test_dry_run_on_a_cpu_says_how_long_and_whether_the_data_are_there(project, capsys):
     assert main(["train", "--config", "tiny.yaml", "--train.dry_run", "true"]) == 0
     out = capsys.readouterr().out
-    assert "1 file(s), " in out
+    assert "1 file, " in out
     assert re.search(
         r"here: about \d0* ([kM] )?tokens/s at 40% of .* \(\d0* [MGT]FLOP/s, measured\), \d+0* \w+$",
         out,
