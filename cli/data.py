@@ -1,7 +1,7 @@
 """`lingpt data`: prepares a recipe's data and describes it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, cast
@@ -17,7 +17,7 @@ from lingpt.train.model import config_of
 from lingpt.train.recipe import parse_recipe
 
 PICTURE = "lengths.png"
-COUNTS = "{documents:,} documents, {tokens:,} tokens, {bytes:,} bytes, {blocks:,} blocks"
+COUNTED = ("documents", "tokens", "bytes", "blocks")
 SAMPLE_TOKENS, SAMPLE_LINES, SAMPLE_WIDTH = 200, 6, 100
 
 
@@ -60,6 +60,11 @@ def statistics(part: Part, tokenizer: Tokenizer, out: Path) -> str:
     return "\n".join([*lines, "", "tokens a document:", *found.bars(), "", f"picture {out}"])
 
 
+def _counts(split: Mapping[str, int]) -> str:
+    """`1 document, 298 tokens, 1,284 bytes, 1 block`."""
+    return ", ".join(f"{split[what]:,} {what[:-1] if split[what] == 1 else what}" for what in COUNTED)
+
+
 def report(dataset: Dataset, seconds: float) -> str:
     """A summary of the prepared data for the terminal."""
     about = dataset.describe()
@@ -69,7 +74,7 @@ def report(dataset: Dataset, seconds: float) -> str:
     rows = [
         ("source", about["source"]),
         ("tokenizer", f"{about['tokenizer']}, {about['vocab_size']:,} tokens"),
-        *((name, COUNTS.format(**about[name])) for name in ("train", "val")),
+        *((name, _counts(about[name])) for name in ("train", "val")),
         *([("left out", f"{empty:,} empty documents")] if empty else []),
         *([("dropped", f"{dropped:,} copies")] if dropped is not None else []),
         *(("not read", part.corpus.left_out) for part in dataset.parts if part.corpus.left_out),

@@ -99,7 +99,7 @@ def test_statistics_and_dedup(
     picture.unlink()
     assert main([*words, "--data.dedup", "true"]) == 0
     out = capsys.readouterr().out
-    assert "train        40 documents" in out and "val          1 documents" in out
+    assert "train        40 documents" in out and "val          1 document, " in out
     assert "dropped      19 copies" in out and not picture.exists()
     other = str(write_jsonl(texts(60, seed=2), "b.jsonl"))
     two = f"{source}*0.5,{other}*0.5"
