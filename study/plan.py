@@ -1,4 +1,4 @@
-"""The plan of a study: estimates its cost before anything is trained: time, disk, card hours."""
+"""The plan of a study: estimates its cost before anything is trained: time, disk, GPU hours."""
 
 import contextlib
 import heapq
@@ -202,7 +202,7 @@ def _mqar_token_flops(trial: Trial) -> float:
 
 
 def _time(study: Study, left: Left, runs: int, slots: Sequence[Slot]) -> tuple[str, str]:
-    """The lines on the time here, and on the cost in card hours. runs: number of runs in the study."""
+    """The lines on the time here, and on the cost in GPU hours. runs: number of runs in the study."""
     peak, device = _peak(slots)
     cards, each = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots), len(slots[0].gpus) or 1
     here = stage_seconds(left, runs, slots, peak)
@@ -218,7 +218,7 @@ def _time(study: Study, left: Left, runs: int, slots: Sequence[Slot]) -> tuple[s
     return (
         f"here    {cards} × {device}, {each} a run, {len(slots)} at once; what is left takes about "
         f"{duration(sum(here.values()))} ({parts or 'nothing'})",
-        f"cost    {hours} card hours on H200s for what is left, at {STATED_MFU:.0%} of their peak: "
+        f"cost    {hours} GPU hours on H200s for what is left, at {STATED_MFU:.0%} of their peak: "
         f"{duration(on_eight)} on eight",
     )
 

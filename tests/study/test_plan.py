@@ -74,7 +74,7 @@ def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
 
 
 def test_the_plan_counts_what_is_left_of_the_training(here, capsys, monkeypatch):
-    """Guards: all of a row's short runs as left where one was; and card hours "in all" that had what is
+    """Guards: all of a row's short runs as left where one was; and GPU hours "in all" that had what is
     trained and not what is scored."""
     write(TINY | {"learning_rates": [1e-3, 3e-3], "rate_tokens": 512, "seeds": 1, "attentions": ["softmax"]})
     monkeypatch.setattr(plan, "CPU_CORE_FLOPS", 1e6)
@@ -83,7 +83,7 @@ def test_the_plan_counts_what_is_left_of_the_training(here, capsys, monkeypatch)
     def look():
         assert main([*COMMAND, "--dry_run", "true", "--stages", "rates", "runs"]) == 0
         text = capsys.readouterr().out
-        hours = re.search(r"cost +(.*) card hours on H200s for what is left,", text)[1]
+        hours = re.search(r"cost +(.*) GPU hours on H200s for what is left,", text)[1]
         return hours, re.search(r"\(.*rates ([\d.]+ \w+)|$", text)[1], re.search(r"what is left .*", text)[0]
 
     first, rates, _ = look()
@@ -107,7 +107,7 @@ def test_the_plan_knows_how_far_a_run_is(here, capsys, monkeypatch):
     def look(*stages):
         assert main([*COMMAND, "--dry_run", "true", "--stages", *stages]) == 0
         text = capsys.readouterr().out
-        cost = re.search(r"cost +(?:under )?([\d.]+) card hours", text)[1]
+        cost = re.search(r"cost +(?:under )?([\d.]+) GPU hours", text)[1]
         return float(cost), re.search(r"^softmax .* ([\d.]+)$", text, re.M)[1], text
 
     whole, all_hours, _ = look("runs")
@@ -128,7 +128,7 @@ def test_the_plan_counts_each_score_that_is_left(here, capsys, monkeypatch):
     hours, scores = [], {}
     for task in questions:
         assert main([*COMMAND, "--dry_run", "true"]) == 0
-        hours.append(float(re.search(r"cost +([\d.]+) card hours", capsys.readouterr().out)[1]))
+        hours.append(float(re.search(r"cost +([\d.]+) GPU hours", capsys.readouterr().out)[1]))
         score = {"task": task, "num_fewshot": 0, "documents": 8, "complete": True, "metrics": {}}
         scores[f"{task} (0-shot)"] = score
         write_scores("softmax-seed0", 4, **scores)

@@ -31,7 +31,7 @@ def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys, pictures):
     command = ["study", "--config", "study-tiny.yaml"]
     assert main([*command, "--dry_run", "true"]) == 0
     plan = capsys.readouterr().out
-    assert "2 rows, 2 seeds" in plan and "0 of 2" in plan and "card hours" in plan and not here
+    assert "2 rows, 2 seeds" in plan and "0 of 2" in plan and "GPU hours" in plan and not here
     assert main(command) == 0
     tried = ["softmax-rate0.003", "mixed-rate0.003"]
     trained = ["softmax-seed0", "mixed-seed0", "softmax-seed1", "mixed-seed1"]
@@ -94,7 +94,7 @@ def test_a_study_begins_with_its_plan(here, capsys, monkeypatch):
     monkeypatch.setattr(stages, "run_jobs", first)
     assert main([*COMMAND, "--attentions", "softmax"]) == 0
     assert re.search(r"^softmax .* 0 of 2 ", before[0], re.M) and "(runs " in before[0]
-    assert "dry run" not in before[0] and not any("card hours" in text for text in before[1:])
+    assert "dry run" not in before[0] and not any("GPU hours" in text for text in before[1:])
     before.clear()
     assert main(COMMAND) == 0
     for row, done in (("softmax", 2), ("mixed", 0)):
