@@ -25,7 +25,8 @@ class Options:
 
     # fmt: off
     run: Annotated[str, Option("the run's folder", positional=True)]
-    step: Annotated[int, Option("the step, as in metrics.jsonl", least=1)]
+    step: Annotated[int, Option(
+        "the step, as in metrics.jsonl, later than the oldest checkpoint that the run has", least=1)]
     samples: Annotated[int, Option("number of its samples to show", least=1)] = 8
     device: Annotated[str, Option("auto, cpu, cuda, cuda:1")] = "auto"
     data: Paths = field(default_factory=Paths)

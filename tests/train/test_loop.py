@@ -329,7 +329,7 @@ def test_a_skipped_step_is_logged_and_can_be_replayed(make_recipe, monkeypatch):
     assert len(shown) == 2 and f"block {line['blocks'][position]}:" in shown[0]
     words = " ".join(dataset.tokenizer.decode(batches.get(3, [position])[0].tolist()).split())
     assert shown[0].split(": ")[1].removesuffix(" …") in words
-    with pytest.raises(UserError, match="no checkpoint before step 1"):
+    with pytest.raises(UserError, match="no checkpoint before step 1: its oldest is of step 3"):
         replay(folder, 1)
     with pytest.raises(UserError, match="typo is not a run folder"):
         replay(folder.with_name("typo"), 4)

@@ -99,7 +99,7 @@ def _checkpoint_before(run: Path, step: int) -> Path:
     before = [path for path, saved in zip(whole, steps, strict=True) if saved < step]
     if not before:
         require_newest_checkpoint(run)
-        raise UserError(f"{run} has no checkpoint before step {step}: give a later one, or train it again")
+        raise UserError(f"{run} has no checkpoint before step {step}: its oldest is of step {steps[0]}")
     if step > (newest := max([*steps, *(line["step"] for line in lines)])):
         raise UserError(f"--step {step}: {run} has {counted(newest, 'step')}")
     check_undamaged(before[-1])
