@@ -20,6 +20,7 @@ from lingpt.common.files import read_json_object, read_yaml
 from lingpt.common.run_folder import MODEL_CONFIG, WEIGHTS
 from lingpt.models import gpt_neox, llama
 from lingpt.models.architecture import MODELS, Architecture
+from lingpt.models.attention import attention_form
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 from lingpt.models.init import set_weight
@@ -214,7 +215,7 @@ def _read_model(
         return config, gpt_neox.read_weights(folder, config), "Hugging Face GPT-NeoX"
     if model_type in llama.KINDS:
         return config, llama.read_weights(folder, config), f"Hugging Face {model_type}"
-    kind = f"LinGPT model with attention {config.attention!r}"
+    kind = f"LinGPT model with attention {attention_form(config.attention, config.to_dict())}"
     if "network" in values:  # transformers may have written it: without our metadata, and in other files
         return config, gpt_neox.read_hf_weights(folder), kind
     if is_sharded(folder):

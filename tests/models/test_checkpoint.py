@@ -229,7 +229,7 @@ def test_the_report_says_what_is_new_and_unused(small, tmp_path):
     assert "transformer.h.0.attn.qkvr.weight" in report.new
     assert "transformer.h.2.attn.b_offset" in report.unused
     lines = str(report).splitlines()
-    assert "LinGPT model with attention 'ours'" in lines[0]
+    assert lines[0].endswith("(LinGPT model with attention ours + learnable_b)")
     assert "transformer.h.*.attn.b_offset ×3" in lines[3]
 
 
