@@ -32,14 +32,17 @@ from lingpt.train.planning.machine import Machine
 
 
 def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str], steps: int) -> str:
-    """The first line of a run: model, kernels of its attentions, devices, and what is left to train."""
+    """How a run begins: model, kernels of its attentions, devices, what is left to train, its teacher."""
     shared = "" if machine.strategy == "single" else f"{machine.strategy.upper()}, "
     by = [kernel if len(kernels) == 1 else f"{name} by {kernel}" for name, kernel in kernels.items()]
-    return (
+    text = (
         f"{recipe.model.name} with {recipe.attention_form} ({', '.join(by)}): "
         f"{gpt.num_parameters() / 1e6:.1f} M parameters on {machine.world_size} × {machine.name}, "
         f"{shared}{machine.precision}; {counted(steps, 'step')} of {recipe.tokens_per_step:,} tokens"
     )
+    if recipe.train.teacher:
+        text += f"\nlearns from {recipe.train.teacher}: only the validation loss is that of the next token"
+    return text
 
 
 def speed(line: dict[str, Any], recipe: Recipe, step: int) -> str:

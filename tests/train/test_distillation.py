@@ -242,6 +242,7 @@ def test_linearize(make_recipe, capsys):
     teacher = train(recipe)
     out = Path(recipe.train.out_dir)
     assert main(["linearize", str(teacher), "--model.attention=ours", "--train.name=student"]) == 0
+    assert f"\nlearns from {teacher}: only the validation loss is that of" in capsys.readouterr().out
     old, new = (read_yaml(run / "config.yaml")["train"] for run in (teacher, out / "student"))
     assert (new["teacher"], new["init_from"], new["imitate"]) == (str(teacher), str(teacher), "blocks")
     assert new["global_batch_size"] == old["global_batch_size"] // 4
