@@ -15,7 +15,7 @@ def test_a_run_is_profiled(make_recipe, capsys):
 
     Guards: of one process the wait for the device was called communication.
     """
-    folder = train(make_recipe(profile=True, max_steps=5))
+    folder = train(make_recipe(profile=True, max_steps=4))
     out = capsys.readouterr().out
     text = (folder / "profile/summary.txt").read_text()
     assert "CPU total" in out and "ui.perfetto.dev" in out
@@ -27,7 +27,7 @@ def test_a_run_is_profiled(make_recipe, capsys):
     assert "communication" not in text
     # Also without a terminal: how fast, how much memory, how long still.
     assert re.search(
-        r"step 3/5 · loss [\d.]+ · validation [\d.]+ · [\d.]+ k? ?tokens/s · [\d.]+ GB · \d+ s left", out
+        r"step 3/4 · loss [\d.]+ · validation [\d.]+ · [\d.]+ k? ?tokens/s · [\d.]+ GB · \d+ s left", out
     )
 
 

@@ -1,16 +1,19 @@
 """Whether a run fits its machine, by an estimate of the memory it needs, and which options would fit."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from lingpt.common.devices import available_cores
 from lingpt.common.errors import UserError
 from lingpt.common.format import duration, scaled
-from lingpt.models import GPT, memory_estimate
+from lingpt.common.run_folder import find_model_folder
+from lingpt.models import GPT, memory_estimate, read_model_config
 from lingpt.train.config import Recipe
 from lingpt.train.loss import rows_per_chunk
 from lingpt.train.planning.machine import Machine
@@ -50,10 +53,24 @@ def memory_needed(
         context_parallel=t.context_parallel,
         moments=moments(gpt, recipe),
     )
-    if t.teacher is not None:  # of the same sizes; its weights stay beside the model's
-        need["teacher"] = gpt.num_parameters() * (2 if precision == "bf16-true" else 4)
+    if t.teacher is not None:  # its weights stay beside the model's
+        need["teacher"] = _teacher_parameters(gpt, t.teacher) * (2 if precision == "bf16-true" else 4)
         need["total"] += need["teacher"]
     return need
+
+
+def _teacher_parameters(gpt: GPT, teacher: str) -> int:
+    """As many as `gpt` has if the teacher is not there, as in a dry run for another machine."""
+    try:
+        return _parameters(teacher)
+    except (UserError, OSError):
+        return gpt.num_parameters()
+
+
+@functools.cache  # it is asked for at every size of a micro-batch
+def _parameters(model: str) -> int:
+    config = read_model_config(find_model_folder(Path(model), verify=False))
+    return GPT.on_meta(config).num_parameters()
 
 
 def moments(gpt: GPT, recipe: Recipe) -> int:

@@ -1,5 +1,6 @@
 """What a machine can carry, and the line where it cannot."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -9,7 +10,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.format import duration, scaled
-from lingpt.models import GPT, ModelArgs
+from lingpt.models import GPT, Config, ModelArgs
 from lingpt.train import Recipe, TrainConfig, train
 from lingpt.train.planning import memory_fit
 from lingpt.train.planning.machine import Machine
@@ -196,16 +197,19 @@ def test_a_plan_says_where_the_gradients_are():
         assert said in line and " 0 B" not in line
 
 
-def test_a_teachers_weights_are_counted():
-    """Guards: the memory of a linearised model as if it learnt alone, 5.7 GB less for pythia-1.4b."""
+def test_a_teachers_weights_are_counted(tmp_path):
+    """Guards: the memory of a linearised model as if it learnt alone, 5.7 GB less for pythia-1.4b, or from a
+    teacher of its own size. One that is not there, as in a dry run, is taken for that."""
     _, recipe = a_run(80e9, 1)
-    gpt = GPT.on_meta(recipe.model.config())
+    gpt, larger = GPT.on_meta(recipe.model.config()), Config.from_name("pythia-2.8b")
+    (tmp_path / "config.json").write_text(json.dumps(larger.to_dict() | {"model_type": "lingpt"}))
     for precision, size in (("bf16-mixed", 4), ("bf16-true", 2)):
         recipe.train.teacher = None
         alone = memory_needed(gpt, recipe, precision)
-        recipe.train.teacher = "runs/sm"
-        more = memory_needed(gpt, recipe, precision)["total"] - alone["total"]
-        assert more == size * gpt.num_parameters()
+        for teacher, model in (("runs/sm", gpt), (str(tmp_path), GPT.on_meta(larger))):
+            recipe.train.teacher = teacher
+            more = memory_needed(gpt, recipe, precision)["total"] - alone["total"]
+            assert more == size * model.num_parameters()
 
 
 def test_where_the_estimate_fits_something_else_may_use_the_card():
