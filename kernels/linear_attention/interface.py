@@ -99,10 +99,10 @@ def linear_attention(
             "reference"  the definition, quadratic; also for second derivatives, forward mode and torch.func;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
             "recurrent"  token by token, for decoding;
-            "cuda"       kernels, causal: on tensor cores bf16 and fp16 with D ≤ 128 (fastest if 64 or 128);
-                         else in fp32, all but float64 with D ≤ 288 (padded to a multiple of 8), with one
-                         warning if 16 bits were expected; products of fp32 inputs are as exact as fp32,
-                         or TF32 where `torch.set_float32_matmul_precision` or
+            "cuda"       kernels, causal: on tensor cores bf16 with D ≤ 256 and fp16 with D ≤ 128 (fastest if
+                         64 or 128); else in fp32, all but float64 with D ≤ 288 (padded to a multiple of
+                         8), with one warning for 16-bit inputs; products of fp32 inputs are as exact as
+                         fp32, or TF32 where `torch.set_float32_matmul_precision` or
                          `torch.backends.cuda.matmul` allows it;
             "auto"       cuda if it can run, else chunkwise, with one warning unless it is for float64;
                          recurrent for one token with a state on a CPU.
