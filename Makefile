@@ -1,4 +1,4 @@
-# The front door: every target is a thin line over the `lingpt` command, in an environment made on first use.
+# Every target is one `lingpt` command, or a tool's, in an environment made on first use.
 
 PYTHON ?= python3#         makes the environment (3.11 or newer)
 VENV ?= .venv#             where it lives; `make VENV= …` uses the environment you are in instead
