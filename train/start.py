@@ -90,7 +90,7 @@ def _check_segments(recipe: Recipe, config: Config) -> None:
     for name, given in others.items():
         if given:
             raise UserError(f"{option}, and train.{name} needs whole sequences: leave one of them out")
-    if recipe.data.packing == "documents" or recipe.data.rows == "answers":
+    if recipe.data.packing == "documents":
         raise UserError(f"{option}, and packed documents begin with empty states: leave one of them out")
 
 

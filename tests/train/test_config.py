@@ -16,6 +16,7 @@ def recipe(**train) -> Recipe:
 def test_steps_are_whole_and_cover_the_tokens():
     assert recipe(max_steps=None, max_tokens=3_000_000_000, global_batch_size=256).total_steps == 45777
     assert recipe(max_steps=7, max_tokens=10**12).total_steps == 7
+    assert recipe(segments=4, context_parallel=2).piece_len == recipe().data.seq_len // 8
     with pytest.raises(UserError, match=r"max_steps or --train.max_tokens"):
         _ = recipe(max_steps=None).total_steps
 

@@ -97,7 +97,9 @@ def test_resume_is_bitwise_equal_to_never_having_stopped(make_recipe, monkeypatc
     whole = train(make_recipe(name="whole"))
     with monkeypatch.context() as patch:
         interrupt_at(patch, step=4)
-        with pytest.raises(KeyboardInterrupt, match=r"stopped and saved at step 4 of 6.*resumes it"):
+        with pytest.raises(
+            KeyboardInterrupt, match="stopped and saved at step 4 of 6; the same command resumes it"
+        ):
             train(make_recipe(name="parts"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler was left behind"
     parts = train(make_recipe(name="parts"))
@@ -206,20 +208,25 @@ def test_a_stream_that_is_stopped_and_resumed_is_the_undisturbed_run(make_recipe
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_in_a_validation_is_agreed_on_there(make_recipe, monkeypatch):
-    """A validation may take long: it is left, and comes first when the run goes on."""
+    """A validation may take long: it is left, all of its texts, and comes first when the run goes on."""
+
+    def recipe(name=None):
+        made = make_recipe(name=name)
+        made.data = replace(made.data, val_sources="e=embedded")
+        return made
 
     def validate_and_interrupt(run, blocks, stop):
-        if run.progress.step == 3:
+        if run.progress.step == 3 and blocks is not run.dataset.val:
             os.kill(os.getpid(), signal.SIGINT)
         return validate(run, blocks, stop)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "validate", validate_and_interrupt)
         with pytest.raises(KeyboardInterrupt, match=r"stopped and saved at step 3 of 6"):
-            train(make_recipe())
-    validated = [line["step"] for line in read_metrics(make_recipe().run_folder) if line["kind"] == "val"]
+            train(recipe())
+    validated = [line["step"] for line in read_metrics(recipe().run_folder) if line["kind"] == "val"]
     assert validated == []
-    parts, whole = train(make_recipe()), train(make_recipe(name="whole"))
+    parts, whole = train(recipe()), train(recipe("whole"))
     assert without_clock(parts) == without_clock(whole), "the validation that was left is not made up for"
 
 
@@ -257,16 +264,29 @@ def test_validation_is_the_mean_over_the_same_tokens_every_time(make_recipe):
     assert first == again and first[0] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(make_recipe, monkeypatch):
+@pytest.mark.parametrize("what", ["loss", "gradient", "both"])
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(make_recipe, monkeypatch, what):
     """Two of them end a run here, but not with a good one between."""
     monkeypatch.setattr(loop, "MAX_SKIPPED_IN_A_ROW", 2)
-    poison(monkeypatch, steps={2, 5})
+    poison(monkeypatch, {2, 5}, what)
     folder = train(make_recipe(save_interval=1, keep_checkpoints=9))
     assert all(torch.equal(t, weights(folder, 2)[n]) for n, t in weights(folder, 1).items())
     assert not all(torch.equal(t, weights(folder, 3)[n]) for n, t in weights(folder, 2).items())
     line = next(line for line in read_metrics(folder) if line["step"] == 2)
-    assert line["loss"] is None and line["skipped"] is True
+    assert line["skipped"] is True
+    assert (line["loss"] is None, line["grad_norm"] is None) == (what != "gradient", what != "loss")
     assert json.loads((folder / "checkpoints/step-00000006/manifest.json").read_text())["skipped"] == 2
+
+
+def test_the_share_of_the_peak_is_that_of_all_devices(make_recipe):
+    run = start(make_recipe())
+    run.machine = replace(run.machine, accelerator="cuda", name="NVIDIA H100", devices=8, num_nodes=2)
+    run.progress = loop.Progress(tokens=1200, train_time=3.0)
+    found = run.throughput(loop.Progress(tokens=200, train_time=1.0))
+    assert found["tokens_per_second"] == 500
+    assert found["mfu"] == pytest.approx(500 * run.flops_per_token / (16 * run.machine.peak))
+    said = report.speed(found | {"peak_memory": 2e9}, run.recipe, step=1)
+    assert said == " · 500 tokens/s · MFU 0% · 2.0 GB · 3 s left", "of five steps of 256 tokens"
 
 
 @pytest.mark.slow
@@ -539,8 +559,8 @@ def test_deterministic_runs_of_a_seed_are_equal_bit_by_bit(make_recipe, monkeypa
     assert all(torch.equal(tensor, weights(two, 6)[name]) for name, tensor in weights(one, 6).items())
 
 
-def poison(monkeypatch, steps) -> None:
-    """Makes the loss of these (1-based) steps infinite."""
+def poison(monkeypatch, steps, what="both") -> None:
+    """Makes the loss of these (1-based) steps infinite, or its gradient, or both."""
     original = loop.Run.step
 
     def poisoned(self, stop):
@@ -549,7 +569,11 @@ def poison(monkeypatch, steps) -> None:
 
     def cross_entropy_sum(hidden, weight, targets, **options):
         value = exact(hidden, weight, targets, **options)
-        return value * float("inf") if poisoned_now() else value
+        if not poisoned_now():
+            return value
+        if what != "loss":
+            value.register_hook(lambda gradient: gradient * float("inf"))
+        return value if what == "gradient" else value + float("inf")
 
     runs = []
     exact, init = loss.cross_entropy_sum, loop.Run.__init__
@@ -567,11 +591,12 @@ def poison(monkeypatch, steps) -> None:
 
 
 def test_a_run_records_what_it_is_made_of(make_recipe, picture, capsys):
-    recipe = make_recipe(sample_tokens=8)
-    recipe.model.attention, recipe.model.sdpa = ["ours", "softmax"], "math"
+    recipe = make_recipe(sample_tokens=300)  # more than fit
+    recipe.model.attention, recipe.model.sdpa, recipe.model.block_size = ["ours", "softmax"], "math", 32
     folder = train(recipe)
-    by = "ours by chunkwise, softmax by math"
-    assert f"demo with ours + sdpa=math + softmax_every=2 ({by}):" in capsys.readouterr().out
+    by, out = "ours by chunkwise, softmax by math", capsys.readouterr().out
+    assert f"demo with ours + sdpa=math + softmax_every=2 ({by}):" in out
+    assert f"validation loss {read_metrics(folder)[-1]['loss']:.4f} nats/token after 6 steps" in out
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["versions"]["torch"] and environment["command"] and environment["hardware"]["name"]
     assert environment["data"]["fingerprint"]

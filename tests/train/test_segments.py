@@ -74,6 +74,7 @@ def test_what_cannot_be_in_segments_is_one_line(make_recipe):
     for options, line in (
         ({"segments": 3}, "train.segments is 3, which does not divide data.seq_len 32"),
         ({"segments": 2, "context_parallel": 2, "devices": 2}, "train.context_parallel needs whole"),
+        ({"segments": 2, "teacher": "runs/sm"}, "train.teacher needs whole"),
     ):
         with pytest.raises(UserError, match=line):
             check_recipe(make_recipe(**options))

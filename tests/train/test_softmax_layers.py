@@ -31,16 +31,25 @@ def test_layers_that_use_their_context_are_chosen():
 
 @pytest.mark.slow
 def test_linearize_places_the_layers(make_recipe, monkeypatch, capsys):
-    """One in six of six layers: not the middle one, but the teacher's; all others are the linear attention.
-    The same command resumes the run, and a model that is no hybrid stays as it is."""
+    """One in six of six layers: not the middle one, but the teacher's, by so many tokens of the validation
+    text; all others are the linear attention. The same command resumes the run, and a model that is no hybrid
+    stays as it is."""
     recipe = make_recipe(max_steps=2)
     recipe.model = ModelArgs(name="demo", attention="softmax", n_layer=6)
     teacher, out = train(recipe), Path(recipe.train.out_dir)
-    monkeypatch.setattr(softmax_layers, "layers_that_need_context", lambda *_: {1})
+    seen: list[tuple[int, int]] = []
+
+    def place(teacher, batches, number):
+        seen.append((sum(map(len, batches)), number))
+        return {1}
+
+    monkeypatch.setattr(softmax_layers, "TOKENS", 5 * 32)
+    monkeypatch.setattr(softmax_layers, "layers_that_need_context", place)
     command = ["linearize", str(teacher), "--train.max_steps=2", "--train.name=student"]
     for _ in range(2):
         assert main([*command, "--model.attention=hybrid"]) == 0, capsys.readouterr().err
     assert "softmax layers: 1 of 0 … 5" in capsys.readouterr().out
+    assert seen == [(5, 1)] * 2
     layers = read_yaml(out / "student/config.yaml")["model"]["attention"]
     assert layers == ["ours-gated", "softmax", *["ours-gated"] * 4]
 

@@ -248,9 +248,17 @@ def test_copies_are_apart_and_their_memory_is_used_again():
 
 
 def test_by_time_too(make_recipe, monkeypatch):
-    """At each step that begins after the minutes are over, on all ranks alike."""
+    """At each step that begins after the minutes are over, on all ranks alike. A checkpoint has the loss of a
+    validation at its step, and a loss that is the lowest is no reason to save."""
     folder = train(make_recipe(save_interval=100, save_minutes=1e-9, keep_checkpoints=9))
     assert names(folder) == [f"step-{n:08d}" for n in range(1, 7)]
+    validated = [read_manifest(path)["val_loss"] is not None for path in valid_checkpoints(folder)]
+    assert validated == [False, False, True] * 2
+    now, step = [0.0], loop.Run.step
+    monkeypatch.setattr(loop.Run, "step", lambda run, stop: (now.append(now[-1] + 40), step(run, stop))[1])
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[-1])
+    options = {"save_interval": 100, "save_minutes": 1.0, "keep_checkpoints": 9, "eval_interval": 1}
+    assert names(train(make_recipe(name="by-minutes", **options))) == [f"step-{n:08d}" for n in (2, 4, 6)]
 
 
 def test_the_best_is_kept(make_recipe, monkeypatch):
@@ -312,6 +320,14 @@ def test_the_best_is_kept_where_a_signal_cut_its_validation_short(make_recipe, c
     assert names(folder) == ["step-00000003", "step-00000012"]
     assert read_manifest(best) == before | {"val_loss": 2.0, "checksum": read_manifest(best)["checksum"]}
     assert damage(best) is None
+
+
+def test_a_last_validation_that_is_cut_short_is_made_up_for(make_recipe, cut_short):
+    """Guards: a run that is done, and was never validated."""
+    last = {"max_steps": 3, "eval_interval": 100}
+    cut_short(**last)
+    folder = train(make_recipe(**KEEP_BEST | last))
+    assert [line["step"] for line in read_metrics(folder) if line["kind"] == "val"] == [3]
 
 
 def test_a_checkpoint_that_could_not_be_told_its_loss_is_told_next_time(make_recipe, cut_short, monkeypatch):
