@@ -4,6 +4,7 @@ The model becomes one of a class of our own, a subclass that `import lingpt.hf` 
 configuration (`lingpt_llama`, …): saved, it never loads as the softmax model that it was.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -106,10 +107,19 @@ def replace_attention(
         raise UserError(
             f"attention {attention!r} leaves some of the layers {chosen} softmax: give a linear one"
         )
+    _give_own_configuration(model)
     model.config.__class__, model.__class__ = CLASSES[type(model)]
     model.config.lingpt_attention, model.config.lingpt_layers = attention, chosen
     _replace(model)
     return model
+
+
+def _give_own_configuration(model: PreTrainedModel) -> None:
+    """Models that were made from one configuration share it."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
 
 
 def _config(hf: Any, attention: str) -> Config:

@@ -61,6 +61,19 @@ def test_it_is_lingpts_model_that_starts_from_the_same(stock, tokens, tmp_path):
     torch.testing.assert_close(replaced(tokens).logits, model(tokens), rtol=0, atol=1e-5)
 
 
+def test_a_model_of_the_same_configuration_stays_as_it_is(stock, tokens, tmp_path):
+    """Guards: of two models made from one configuration, the second was refused, and saved as a replaced one."""
+    other = AutoModelForCausalLM.from_config(stock.config).eval()
+    logits = other(tokens).logits
+    replaced = replace_attention(stock, "ours-gated")
+    other.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(other) and torch.equal(again(tokens).logits, logits)
+    assert replaced.base_model.config is replaced.config
+    assert replace_attention(other, "gla").config.lingpt_attention == "gla"
+    assert replaced.config.lingpt_attention == "ours-gated"
+
+
 @pytest.mark.parametrize(("attention", "layers"), [("hybrid", None), ("ours-decay", [0, 3]), ("gla", [1])])
 def test_it_trains_saves_and_loads(stock, tokens, tmp_path, attention, layers):
     """The chosen layers only; loaded by the Auto classes to the bit, with its constants; and `generate`."""
