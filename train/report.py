@@ -150,7 +150,7 @@ def final_report(recipe: Recipe, dataset: Dataset, parallel: Parallel, train_tim
     validations = [line for line in lines if line["kind"] == "val" and line.get("loss") is not None]
     if validations:
         last = validations[-1]
-        text = f"validation loss {last['loss']:.4f} nats/token after {last['step']} steps"
+        text = f"validation loss {last['loss']:.4f} nats/token after {counted(last['step'], 'step')}"
         bigram = baseline_loss(dataset, recipe.validation_blocks(len(dataset.val)))
         if bigram is not None:
             text += f"; an interpolated bigram model of the same tokens: {bigram:.4f}"
