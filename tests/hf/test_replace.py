@@ -62,7 +62,7 @@ def test_it_is_lingpts_model_that_starts_from_the_same(stock, tokens, tmp_path):
 
 
 def test_a_model_of_the_same_configuration_stays_as_it_is(stock, tokens, tmp_path):
-    """Guards: of two models made from one configuration, the second was refused, and saved as a replaced one."""
+    """Guards: of two models of one configuration the second was refused, and saved as a replaced one."""
     other = AutoModelForCausalLM.from_config(stock.config).eval()
     logits = other(tokens).logits
     replaced = replace_attention(stock, "ours-gated")
