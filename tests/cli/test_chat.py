@@ -5,6 +5,7 @@ import json
 
 import pytest
 import tokenizers
+import torch
 from transformers import AutoTokenizer
 
 from lingpt.cli import chat
@@ -45,6 +46,23 @@ def test_the_prompt_begins_as_in_transformers(tmp_path, monkeypatch, begin):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8"))
     assert main(["generate", str(folder), "--chat", "--device", "cpu"]) == 0
     assert "caf\N{REPLACEMENT CHARACTER}" in theirs.decode(prompts[1])
+
+
+def test_an_answer_ends_at_the_end_of_text_and_of_the_block(monkeypatch):
+    """Guards: `<|endoftext|>` in an answer, and an error where a shorter answer has room."""
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 96, "vocab_size": 300}
+    model = GPT.create(ModelArgs("small", "ours", **sizes).config(), seed=0)
+    tokenizer, asked = train_bpe(["the river"] * 9, 300), list[int]()
+    ids = tokenizer.encode("the river")
+
+    def stream(model, idx, new, **_):
+        asked.append(new)
+        return map(torch.tensor, [*ids, tokenizer.eos_id, ids[0]])
+
+    monkeypatch.setattr(chat, "stream", stream)
+    for prompt in (10, 90, 200):
+        assert "".join(chat.replies(model, tokenizer, [1] * prompt, 30, {})) == "the river"
+    assert asked == [30, 6, 1]
 
 
 def test_an_export_keeps_the_chat_and_the_end_of_a_text(tmp_path):

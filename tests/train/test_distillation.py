@@ -214,8 +214,12 @@ def test_a_student_takes_no_option_of_its_teacher_that_it_cannot_have(make_recip
     assert (second.imitate, Path(second.init_from).name, second.max_steps) == ("logits", first.name, 7)
     (student,) = parse([str(teacher), "--model.attention=ours-gated", "--config", "demo"])
     assert (student.train.optimizer, student.data.seq_len) == ("adamw", 256)
-    (student,) = parse([str(teacher), "--model.attention=softmax+softmax_window=16"])
-    assert student.train.attention_learning_rate is None
+    for given, rate in (
+        ((), None),
+        (("--train.attention_learning_rate=0.1",), 0.1),
+    ):  # refused when it starts
+        (student,) = parse([str(teacher), "--model.attention=softmax+softmax_window=16", *given])
+        assert student.train.attention_learning_rate == rate
     for damaged in ("", "model: {name: demo}", "train: 3"):
         config.write_text(damaged)
         with pytest.raises(UserError, match=r"recipe|how long to train"):
