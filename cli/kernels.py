@@ -26,7 +26,8 @@ class Options:
         "list (what there is, cached or not), compile (ahead of time; needs no GPU), test (against float64 "
         "on this GPU), release-check (is the record of the GPU tests that of this source?)", positional=True)]
     arch: Annotated[tuple[str, ...], Option(
-        "architectures to compile for, such as sm_80 sm_90a (default: this GPU's, else all)")] = ()
+        "architectures to list, or to compile for, such as sm_80 sm_90a (default: all; to compile for, this "
+        "GPU's if there is one)")] = ()
     record: Annotated[str, Option("the record to compare with, for release-check")] = RECORD
     # fmt: on
 
@@ -59,13 +60,25 @@ def _list(options: Options) -> None:
     from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
     here, specs = _here(), _specs()
+    listed = _of_archs(specs, options.arch)
     print(f"kernels {source_hash()}, cache {cache_folder()}, this machine: {here or 'no CUDA device'}")
-    for spec, arch in specs:
+    for spec, arch in listed:
         cached = "cached" if spec.is_cached(arch) else "not compiled"
         build = f"{spec.source} {spec.title or spec.names[0]}"
         print(f"{build:<76} {arch:<8} {cached:<13}{'← this GPU' if arch == here else ''}".rstrip())
     if here and here not in {arch for _, arch in specs}:
         print(f"{here}: {_unlisted()}")
+
+
+def _of_archs(
+    specs: "list[tuple[KernelSpec, str]]", wanted: tuple[str, ...]
+) -> "list[tuple[KernelSpec, str]]":
+    """Those of the architectures `wanted`, or all; UserError if one has no kernels."""
+    known = sorted({arch for _, arch in specs})
+    if unknown := [arch for arch in wanted if arch not in known]:
+        names = ", ".join(known) or "none"
+        raise UserError(f"no kernel for {', '.join(unknown)}: there are kernels for {names}")
+    return [(spec, arch) for spec, arch in specs if arch in wanted or not wanted]
 
 
 def _unlisted() -> str:
@@ -85,13 +98,9 @@ def _compile(options: Options) -> None:
 
     from lingpt.common.devices import available_cores
 
-    specs = _specs()
-    known = sorted({arch for _, arch in specs})
-    wanted = options.arch or ([here] if (here := _here()) in known else known)
-    if unknown := [arch for arch in wanted if arch not in known]:
-        names = ", ".join(known) or "none"
-        raise UserError(f"no kernel for {', '.join(unknown)}: there are kernels for {names}")
-    cells = [(spec, arch) for spec, arch in specs if arch in wanted]
+    specs, here = _specs(), _here()
+    listed = here in {arch for _, arch in specs}
+    cells = _of_archs(specs, options.arch or ((here,) if here and listed else ()))
     with ThreadPoolExecutor(available_cores()) as pool:  # the compiler releases the GIL
         compiled = pool.map(lambda cell: cell[0].compile(cell[1]), cells)
         modules = list(tqdm(compiled, total=len(cells), desc="compile", disable=None))

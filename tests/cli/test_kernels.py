@@ -61,8 +61,12 @@ def test_kernels_are_listed_and_compiled(
     assert main(["kernels", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2:] for line in lines[1:3]] == [["sm_80", "not", "compiled"], ["sm_90a", "cached"]]
-    assert main(["kernels", "compile", "--arch", "sm_75"]) == 2
-    assert "there are kernels for sm_80, sm_90a" in capsys.readouterr().err
+    assert main(["kernels", "list", "--arch", "sm_90a"]) == 0
+    assert capsys.readouterr().out.splitlines() == [lines[0], lines[2]]
+    for action in ("list", "compile"):
+        assert main(["kernels", action, "--arch", "sm_75"]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and "there are kernels for sm_80, sm_90a" in err
 
 
 @pytest.mark.nvrtc
