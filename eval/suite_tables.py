@@ -39,6 +39,7 @@ WITHIN_NOTE = (
     "document by itself, with nothing before it; only long ones reach the last columns. ± one standard error "
     "over documents."
 )
+RECALL = "recall_phrases"
 RECALL_NOTE = (
     "A phrase of a long text is asked for again at its end, by the eight words that stood before it: chosen "
     "among four phrases of the text (a guess: 25); the same without the text; given by greedy decoding."
@@ -82,13 +83,13 @@ def save_suites(results: Sequence[Result], folder: Path, suites: Sequence[str] =
 
 
 def score_table(results: Sequence[Result]) -> Table:
-    """Every accuracy and perplexity of every checkpoint."""
+    """Every accuracy and perplexity of every checkpoint, but for phrases recalled, which have a table."""
     rows = []
     for result in sorted(results, key=lambda result: attention_label(result.checkpoint.attention)):
         for key, score in result.scores.items():
             shares = [score.percent(metric) for metric in ("acc", "acc_norm", "contains")]
             cells = [*shares, perplexity(score)]
-            if any(cell != DASH for cell in cells):
+            if score.task != RECALL and any(cell != DASH for cell in cells):
                 rows.append([result.checkpoint.form, run_name(result), key, *cells, str(score.documents)])
     head = ["Attention", "Run", "Task", "acc", "acc_norm", "contains", "perplexity", "Documents"]
     return Table("", head, rows)
@@ -213,5 +214,5 @@ def _recall_table(results: Sequence[Result]) -> Table:
             TO_SOFTMAX: less.points() if less else DASH,
         }
 
-    name, notes = "recall_phrases", (RECALL_NOTE, DIFFERENCE_NOTE)
-    return _text_table("Recall of phrases", name, results, columns, *notes, over="questions")
+    notes = RECALL_NOTE, DIFFERENCE_NOTE
+    return _text_table("Recall of phrases", RECALL, results, columns, *notes, over="questions")

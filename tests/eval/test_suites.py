@@ -365,8 +365,9 @@ def test_columns_for_contains_and_perplexity_and_an_average():
     listed = {row[2]: row[3:7] for row in score_table(results).rows}
     assert listed["squad_contains (0-shot)"] == ["–", "–", "25.00 ± 5.00", "–"]
     assert listed["wikitext (0-shot)"] == ["–", "–", "–", "30.5"]
-    of_a_text = {"bits_per_byte (t)": score("bits_per_byte", metrics={"bits_per_byte": 1.2})}
-    assert not score_table([result("a", scores=of_a_text)]).rows  # which its own table shows
+    for task, metric in (("bits_per_byte", "bits_per_byte"), ("recall_phrases", "acc")):
+        of_a_text = {f"{task} (t)": score(task, metrics={metric: 0.2})}
+        assert not score_table([result("a", scores=of_a_text)]).rows  # which its own table shows
 
 
 def test_a_needle_is_found_by_a_model_that_reads(lm, monkeypatch):
