@@ -40,6 +40,14 @@ def test_every_item_counts_once_and_all_ranks_make_the_same_calls(n, size, world
     assert all(piece == first for pieces in ranks for piece, counts in pieces if not counts), "another shape"
 
 
+def test_ranks_with_pieces_of_the_same_sequences_have_the_same_share():
+    shares = []
+    for rank in (Rank(number, 4) for number in range(4)):
+        rank.context = SimpleNamespace(size=2)
+        shares.append([list(samples) for samples, _ in rank.micro_batches(8, 2)])
+    assert shares == [[[0, 1], [2, 3]]] * 2 + [[[4, 5], [6, 7]]] * 2
+
+
 @pytest.fixture
 def alone() -> Parallel:
     return Parallel(choose_machine(TrainConfig(accelerator="cpu")))
@@ -77,6 +85,16 @@ def test_backward_is_of_the_mean(alone):
     for part in (1.0, 2.0):
         alone.backward(weight * part, count=4)
     assert weight.grad.item() == pytest.approx(3 / 4)
+
+
+def test_an_optimizer_steps_as_its_own_device_does(alone, tmp_path):
+    """Guards: the checkpoint's way to compute a step, of a GPU, taken to a CPU; its rate is taken."""
+    optimizer = torch.optim.AdamW([torch.zeros(2)], lr=0.1, fused=False)
+    of_a_gpu = optimizer.state_dict()
+    of_a_gpu["param_groups"][0] |= {"fused": True, "foreach": True, "lr": 0.5}
+    alone.load_optimizer(optimizer, of_a_gpu, tmp_path)
+    (group,) = optimizer.param_groups
+    assert (group["fused"], group["foreach"], group["lr"]) == (False, None, 0.5)
 
 
 class TwoBiases(torch.autograd.Function):
