@@ -28,6 +28,7 @@ from lingpt.bench.context_results import Results, Row
 from lingpt.bench.processes import Processes
 from lingpt.bench.results import BenchResults, Session, Skipped
 from lingpt.bench.trace import draw_trace, read_trace
+from lingpt.common.files import write_errors
 from lingpt.common.run_folder import PROFILE, read_metrics
 from lingpt.train.config import TrainConfig
 from lingpt.train.console import print_rank0
@@ -93,7 +94,8 @@ def bench_context(
     for row in rows:
         if row.kind == "one":  # which fits if any does
             check_recipe(parse_recipe(_words(replace(row, steps=1), everywhere, out)))
-    out.mkdir(parents=True, exist_ok=True)
+    with write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
     precision = "bf16-mixed" if machine.accelerator == "cuda" else "32-true"
     results = Results.begin(torch.device(machine.accelerator), precision, save_to, append)
     text.write_text("A line of text.\n" * (max(*seq_lens, base_len, check_len) // 16 + 1))

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import io
 import os
 import re
 import signal
@@ -104,7 +105,8 @@ def _open_streams() -> None:
         if getattr(stream, "errors", None) in ("strict", "surrogateescape") and hasattr(
             stream, "reconfigure"
         ):
-            stream.reconfigure(errors="replace")
+            with contextlib.suppress(io.UnsupportedOperation):  # stdin, read before `main` was called
+                stream.reconfigure(errors="replace")
 
 
 def _flush() -> None:

@@ -242,6 +242,13 @@ def test_an_unknown_name_is_one_line(tmp_path: Path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys):
+    (tmp_path / "out").touch()
+    options = ["--accelerator", "cpu", "--model", "demo", "--attentions", "ours"]
+    assert main(["bench", "context", *options, "--out", str(tmp_path / "out")]) == 2
+    assert f"cannot write to {tmp_path / 'out'}" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_without_a_gpu_it_is_one_line(tmp_path: Path, capsys):
     """Guards: rows that are all refused, as the default model does not fit a CPU."""

@@ -450,6 +450,14 @@ def test_a_closed_stream_drops_what_is_printed(monkeypatch):
     assert (main(["--help"]), main(["trian"]), sys.stdin.read()) == (0, 2, "")
 
 
+def test_stdin_that_was_read_before_stays_as_it_is(monkeypatch, tmp_path: Path):
+    """Guards: a script that has read its input and then calls `main`."""
+    (tmp_path / "in").write_text("a\nb\n")
+    with open(tmp_path / "in") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert (stdin.readline(), main(["--help"]), stdin.read()) == ("a\n", 0, "b\n")
+
+
 def test_what_is_left_to_print_at_the_end_has_nowhere_to_go():
     """Guards: exit code 120 and "Exception ignored in" of `lingpt … | head`, and on a full disk; also where a
     verb has printed and fails."""
