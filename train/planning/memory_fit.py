@@ -1,23 +1,20 @@
 """Whether a run fits its machine, by an estimate of the memory it needs, and which options would fit."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from lingpt.common.devices import available_cores
 from lingpt.common.errors import UserError
 from lingpt.common.format import duration, scaled
-from lingpt.common.run_folder import find_model_folder
-from lingpt.models import GPT, memory_estimate, read_model_config
+from lingpt.models import GPT, memory_estimate
 from lingpt.train.config import Recipe
 from lingpt.train.loss import rows_per_chunk
 from lingpt.train.planning.machine import Machine
-from lingpt.train.planning.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, run_flops
+from lingpt.train.planning.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, find_teacher, run_flops
 from lingpt.train.step import muon_matrices
 
 _MAX_CPU_DAYS = 7.0
@@ -54,23 +51,10 @@ def memory_needed(
         moments=moments(gpt, recipe),
     )
     if t.teacher is not None:  # its weights stay beside the model's
-        need["teacher"] = _teacher_parameters(gpt, t.teacher) * (2 if precision == "bf16-true" else 4)
+        weight = 2 if precision == "bf16-true" else 4  # bytes
+        need["teacher"] = find_teacher(gpt, t.teacher).num_parameters() * weight
         need["total"] += need["teacher"]
     return need
-
-
-def _teacher_parameters(gpt: GPT, teacher: str) -> int:
-    """As many as `gpt` has if the teacher is not there, as in a dry run for another machine."""
-    try:
-        return _parameters(teacher)
-    except (UserError, OSError):
-        return gpt.num_parameters()
-
-
-@functools.cache  # it is asked for at every size of a micro-batch
-def _parameters(model: str) -> int:
-    config = read_model_config(find_model_folder(Path(model), verify=False))
-    return GPT.on_meta(config).num_parameters()
 
 
 def moments(gpt: GPT, recipe: Recipe) -> int:

@@ -139,7 +139,7 @@ def _micro_batch_seconds(recipe: Recipe, gpt: GPT, n: int, flops_per_second: flo
     passes = 3 if t.activation_checkpointing else 2
     sent = _sent(recipe, gpt, n) if n > 1 else 0
     waits = passes * ((n - 1) * sent / bandwidth + (n > 1) * gpt.config.n_layer * latency)
-    per_token = gpt.flops_per_token(n * tokens // t.segments)
+    per_token = flops_per_token(gpt, recipe, n * tokens // t.segments)
     return t.micro_batch_size * tokens * per_token / flops_per_second, waits
 
 

@@ -5,12 +5,17 @@ Peaks are dense (no sparsity), in FLOP/s; bf16 on tensor cores with fp32 accumul
 utilisation) as in Chowdhery et al. 2022 ("PaLM", appendix B), of causal attention only the causal half.
 """
 
+import functools
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import nn
 
-from lingpt.models import GPT
+from lingpt.common.errors import UserError
+from lingpt.common.run_folder import find_model_folder
+from lingpt.models import GPT, read_model_config
 from lingpt.train.config import Recipe
 
 STATED_MFU = 0.4  # for estimates of how long a run takes
@@ -91,13 +96,41 @@ def run_flops(gpt: GPT, recipe: Recipe) -> float:
     return float(flops_per_token(gpt, recipe)) * recipe.total_steps * recipe.tokens_per_step
 
 
-def flops_per_token(gpt: GPT, recipe: Recipe) -> int:
-    """The model's at the length that a token attends to: the sequence's, or a segment's."""
-    return gpt.flops_per_token(recipe.data.seq_len // recipe.train.segments)
+def flops_per_token(gpt: GPT, recipe: Recipe, length: int | None = None) -> int:
+    """FLOPs per token of a training step: the model's, and the forward pass of the recipe's teacher.
+
+    length: how many tokens a token attends to; by default the sequence's, or a segment's.
+    """
+    length, t = length or recipe.data.seq_len // recipe.train.segments, recipe.train
+    if t.teacher is None:
+        return gpt.flops_per_token(length)
+    teacher = find_teacher(gpt, t.teacher)
+    if t.imitate != "attention":
+        return gpt.flops_per_token(length) + teacher.flops_per_token(length) // 3
+    # Of the model only its attentions, and of the teacher all but the head.
+    attentions = [block.attn for block in gpt.blocks]
+    linear = (part for attention in attentions for part in attention.modules() if isinstance(part, nn.Linear))
+    own = sum(2 * layer.weight.numel() for layer in linear)
+    own += sum(attention.flops_per_token(length) for attention in attentions)
+    return 3 * own + teacher.flops_per_token(length) // 3 - 2 * teacher.lm_head.weight.numel()
+
+
+def find_teacher(gpt: GPT, teacher: str) -> GPT:
+    """The model in the folder `teacher`, on the meta device; `gpt` if it is not there, as in a dry run for
+    another machine."""
+    try:
+        return _on_meta(teacher)
+    except (UserError, OSError):
+        return gpt
+
+
+@functools.cache  # it is asked for at every size of a micro-batch
+def _on_meta(model: str) -> GPT:
+    return GPT.on_meta(read_model_config(find_model_folder(Path(model), verify=False)))
 
 
 def mfu(
     tokens_per_second: float, flops_per_token: float, peak: float | None, n_device: int = 1
 ) -> float | None:
-    """The share of the devices' peak that the model's own FLOPs use, 0 … 1; None if the peak is not known."""
+    """The share of the devices' peak that these FLOPs use, 0 … 1; None if the peak is not known."""
     return tokens_per_second * flops_per_token / (peak * n_device) if peak else None
