@@ -11,6 +11,7 @@ import numpy as np
 
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.format import duration, scaled_count, with_error
+from lingpt.common.run_folder import read_environment
 from lingpt.eval.scores import DASH, signed_difference
 from lingpt.eval.tables import Table
 from lingpt.models import GPT, attention_form
@@ -90,7 +91,7 @@ def loss_sections(
 def _row_losses(runs: Sequence[StudyRun], curve: Curve, equal_time: float) -> RowLosses:
     losses: list[Any] = [run.loss for run in runs]  # finished runs have a loss
     cards = hardware_label(curve.hardware)
-    alike = [run for run in runs if hardware_label(read_curve(run.folder, attention_form).hardware) == cards]
+    alike = [run for run in runs if hardware_label(read_environment(run.folder, "hardware")) == cards]
     lines = [line for run in alike for line in run.metrics if line["kind"] == "train"]
     times, validations = curve.val[:, 1], curve.val[:, 2]
     timed = len(times) > 1 and equal_time >= times[0]
