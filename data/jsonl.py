@@ -67,10 +67,11 @@ def read_documents(path: Path, text_key: str = TEXT_KEY) -> Iterator[Document]:
             raise UserError(f"{path} is one text, without prompts and answers: {NEEDED}")
         yield _whole_text(path)
         return
-    number, position = 0, 0
+    number, position, kind = 0, 0, COMPRESSED.get(path.suffix)
     with _readable(path) as file:
+        content = _Decompressed(file, kind) if kind else file
         try:
-            for number, line in enumerate(io.BufferedReader(_Decompressed.of(file, path), 1 << 20), start=1):
+            for number, line in enumerate(io.BufferedReader(content, 1 << 20), start=1):
                 if line.isspace():
                     continue
                 text = _text(line, text_key, f"{path}, line {number}")
@@ -116,11 +117,6 @@ class _Decompressed(io.RawIOBase):
         self._file, self._kind, self._ready = file, kind, memoryview(b"")
         self._stream, self._rest = kind.decompressor(), b""  # the present stream, and what was read beyond it
         self._zeros = 0
-
-    @classmethod
-    def of(cls, file: io.BufferedReader, path: Path) -> io.RawIOBase | io.BufferedReader:
-        """The content of `file`, compressed as the suffix of `path` says."""
-        return cls(file, COMPRESSED[path.suffix]) if path.suffix in COMPRESSED else file
 
     def readable(self) -> bool:
         return True
