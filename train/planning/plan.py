@@ -191,9 +191,8 @@ def _row(
 ) -> str:
     sizes = micro_batch_sizes(recipe, machine.world_size)
     largest = largest_that_fits(device.memory, precision, gpt, recipe, sizes, machine.sharded_over)
-    peak = device.fp32 if precision.startswith("32") else device.bf16
     verdict = "fits" if fits(need, device.memory) else "does not fit"
-    seconds = flops / (peak * STATED_MFU)
+    seconds = flops / (device.peak(precision) * STATED_MFU)
     return (
         f"{device.name:<12} {device.memory / 1e9:>4.0f} GB  {verdict:<17} "
         f"{largest or 'none fits':<20} {duration(seconds):>10} {duration(seconds / 8):>10}"

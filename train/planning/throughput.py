@@ -32,6 +32,10 @@ class Device:
     fp32: float
     memory: float
 
+    def peak(self, precision: str) -> float:
+        """FLOP/s at one of Fabric's precisions."""
+        return self.fp32 if precision.startswith("32") else self.bf16
+
 
 _GB = 1e9
 DEVICES = (  # the first whose pattern is in the device's name counts, so longer patterns come first
@@ -67,9 +71,7 @@ def known_device(name: str) -> Device | None:
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of one device at one of Fabric's precisions, or None if it is not known."""
     device = known_device(device_name)
-    if device is None:
-        return None
-    return {"bf16": device.bf16, "16": device.bf16, "32": device.fp32}.get(precision.split("-")[0])
+    return device.peak(precision) if device else None
 
 
 def compute_dtype(precision: str) -> torch.dtype:
