@@ -305,9 +305,7 @@ class LinGPTLM(TemplateLM):
         tokens: list[list[int]] = [[] for _ in contexts]
         running = [True] * len(contexts)
         for _ in range(max_new):
-            last = self.model.hidden(idx, state, cu_seqlens)[
-                :, -1
-            ]  # one row of logits is enough for a prompt
+            last = self.model.hidden(idx, state, cu_seqlens)[:, -1]  # enough of a prompt
             cu_seqlens = None  # of the prompts alone
             logits = self.model.lm_head(last)[:, : self.text_tokenizer.vocab_size]  # without rows of padding
             idx = logits.argmax(-1, keepdim=True)

@@ -53,4 +53,4 @@ class LinGPTCache:
         self.layers = [map_tensors(lambda x: x.repeat_interleave(repeats, 0), layer) for layer in self.layers]
 
     def num_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in tensors_in(self.layers))
+        return sum(x.nbytes for x in tensors_in(self.layers))

@@ -55,7 +55,7 @@ class DecodingState:
 
     def num_bytes(self) -> int:
         """Bytes of all tensors in the state, including a cache's unused capacity."""
-        return sum(x.numel() * x.element_size() for x in tensors_in(self.layers))
+        return sum(x.nbytes for x in tensors_in(self.layers))
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
