@@ -10,13 +10,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any
 
-from lingpt.common.errors import UserError, check_known, nearest, unknown
+from lingpt.common.errors import UserError, check_known, unknown
 from lingpt.common.files import read_json_object, read_yaml
 from lingpt.common.options import Option, build, options_of, read_values
 from lingpt.common.run_folder import METRICS
 from lingpt.eval.paper import TASKS
 from lingpt.study.portable import differs
-from lingpt.train.recipe import RECIPES
+from lingpt.train.recipe import RECIPES, find_recipe, recipe_names
 
 STUDIES = RECIPES / "studies"  # those that ship with LinGPT
 STAGES = ("data", "rates", "runs", "mqar", "scores", "page")
@@ -88,17 +88,12 @@ class Study:
 
 def studies() -> list[str]:
     """The names of the shipped studies."""
-    return sorted(path.stem for path in STUDIES.glob("*.yaml"))
+    return recipe_names(STUDIES)
 
 
 def find_study(name: str) -> Path:
     """The file of a study, given as a path or as a shipped name. UserError if there is none."""
-    known, path = studies(), Path(name)
-    if not path.is_file() and name in known:
-        path = STUDIES / f"{name}.yaml"
-    if not path.is_file():
-        raise UserError(f"no study {name!r}{nearest(name, known)}; a file, or one of {', '.join(known)}")
-    return path
+    return find_recipe(name, STUDIES, "study")
 
 
 def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:

@@ -21,21 +21,18 @@ _LENGTHS = ("train.max_steps", "train.max_tokens")
 _PATHS = ("train.out_dir", "train.resume", "train.init_from", "train.teacher")
 
 
-def recipe_names() -> list[str]:
-    """The names of the recipes that ship: their files without `.yaml`."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+def recipe_names(folder: Path = RECIPES) -> list[str]:
+    """The names of the recipes (or studies) that ship, in `folder`: their files without `.yaml`."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-def find_recipe(name: str) -> Path:
-    """The path of a recipe given as a file or as a shipped name. UserError if there is none."""
-    known, path = recipe_names(), Path(name)
-    if not path.is_file() and name in known:
-        path = RECIPES / f"{name}.yaml"
-    elif not path.is_file():
-        raise UserError(
-            f"no recipe {name!r}{nearest(name, known)}; it is a file or one of: {', '.join(known)}"
-        )
-    return path
+def find_recipe(name: str, folder: Path = RECIPES, kind: str = "recipe") -> Path:
+    """The path of a recipe (or study) given as a file or as a shipped name. UserError if there is none."""
+    if Path(name).is_file():
+        return Path(name)
+    if name not in (known := recipe_names(folder)):
+        raise UserError(f"no {kind} {name!r}{nearest(name, known)}; a file, or one of {', '.join(known)}")
+    return folder / f"{name}.yaml"
 
 
 def parse_recipe(
