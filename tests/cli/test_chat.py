@@ -55,13 +55,14 @@ def test_an_answer_ends_at_the_end_of_text_and_of_the_block(monkeypatch):
     tokenizer, asked = train_bpe(["the river"] * 9, 300), list[int]()
     ids = tokenizer.encode("the river")
 
-    def stream(model, idx, new, **_):
+    def stream(model, idx, new, **options):
         asked.append(new)
+        assert options == {"seed": 3}
         return map(torch.tensor, [*ids, tokenizer.eos_id, ids[0]])
 
     monkeypatch.setattr(chat, "stream", stream)
     for prompt in (10, 90, 200):
-        assert "".join(chat.replies(model, tokenizer, [1] * prompt, 30, {})) == "the river"
+        assert "".join(chat.replies(model, tokenizer, [1] * prompt, 30, {"seed": 3})) == "the river"
     assert asked == [30, 6, 1]
 
 

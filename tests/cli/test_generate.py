@@ -1,14 +1,11 @@
 """`lingpt generate`: its options reach the model; a document of any length, kept in a file or not."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lingpt.cli.chat import replies
 from lingpt.cli.main import main
-from lingpt.common.errors import UserError
 from lingpt.common.files import write_json
 from lingpt.common.format import scaled
 from lingpt.data.tokenizer import Tokenizer, train_bpe
@@ -107,18 +104,3 @@ def test_softmax_stops_at_the_block_size(folder, capsys):
     assert shown(capsys, *ask, "--state", "a") == whole
     assert main(["generate", "softmax", "--device", "cpu", "--prompt", full]) == 2
     assert f"block size {BLOCK}: shorten it" in capsys.readouterr().err
-
-
-def test_a_reply_ends_where_the_block_or_the_text_does(folder):
-    """Guards: an error of `--chat` where a shorter reply has room; a reply that goes on behind its end."""
-    model, tokenizer = make(folder, "softmax")
-    ids = tokenizer.encode(DOCUMENT)[:BLOCK]
-    options = {"temperature": 1.7, "seed": 3, "vocab_size": tokenizer.vocab_size}
-    for start, end in ((BLOCK - 3, None), (5, 2)):
-        new = generate(model, torch.tensor([ids[:start]]), 3, **options)[0, start:].tolist()
-        assert len(set(new)) == 3 and tokenizer.eos_id not in new
-        known = SimpleNamespace(decode=tokenizer.decode, eos_id=end and new[end])
-        said = replies(model, known, ids[:start], 160, options)
-        assert "".join(said) == tokenizer.decode(new[:end])
-    with pytest.raises(UserError, match=f"exceed block size {BLOCK}"):
-        next(replies(model, tokenizer, ids, 160, options))

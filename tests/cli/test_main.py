@@ -376,14 +376,6 @@ def test_a_folder_of_transformers_gives_the_sizes(project, capsys):
     assert "step 4 of 4" in out and Path("runs/tiny-ours-gated").is_dir()
 
 
-def test_a_line_of_the_corpus_that_is_not_json(project, capsys):
-    (project / "bad.jsonl").write_text('{"text": "one"}\n{"text": \n')
-    assert "bad.jsonl" in (
-        line := complaint(capsys, "train", "--config", "tiny.yaml", "--data.source", "bad.jsonl")
-    )
-    assert "2" in line
-
-
 def test_pythia_1b_without_a_gpu_says_what_it_needs(project, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     line = complaint(capsys, "train", "--config", "pythia-1.4b")

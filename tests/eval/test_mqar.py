@@ -169,22 +169,6 @@ def test_what_is_no_trial_is_refused():
         make_trials(["ours"], [32], [20], [1e-3], **TINY)
 
 
-def test_two_commands_side_by_side_keep_each_other_s_results(tmp_path, monkeypatch):
-    """Guards: one a card, into one folder: the file was written as one of them had read it at its start."""
-    ours, softmax = ([*make_trials([name], [32], [2], [1e-3], **TINY)] for name in ("ours", "softmax"))
-    train = mqar_runs.train_trial
-
-    def beside(trial, device):
-        if trial in ours:
-            mqar_runs.run_mqar(softmax, tmp_path)
-        return train(trial, device)
-
-    monkeypatch.setattr(mqar_runs, "train_trial", beside)
-    mqar_runs.run_mqar(ours, tmp_path)
-    results = json.loads((tmp_path / "mqar.json").read_text())["results"]
-    assert [result["attention"] for result in results] == ["softmax", "ours"]
-
-
 def test_two_commands_at_the_same_moment_keep_each_other_s_results(tmp_path, at_the_same_moment):
     """Guards: both had read the file, and the second to write it lost what the first had written."""
     ours, softmax = ([*make_trials([name], [32], [2], [1e-3], **TINY)] for name in ("ours", "softmax"))
