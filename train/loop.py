@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from lingpt.common.errors import UserError
 from lingpt.common.format import duration
@@ -35,7 +36,7 @@ from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.model import attention_kernels, fill_shards, make_model
 from lingpt.train.planning.machine import Machine
 from lingpt.train.planning.throughput import flops_per_token, mfu
-from lingpt.train.profile import COMMUNICATION, WAITING, Profiler, span
+from lingpt.train.profile import COMMUNICATION, WAITING, Profiler
 from lingpt.train.runs import checkpoint
 from lingpt.train.runs.checkpoint_writer import MAX_FAILURES, CheckpointWriter
 from lingpt.train.runs.run_lock import RunLock
@@ -126,7 +127,7 @@ class Run:
             status = report.StatusLine(self.progress.step)
             while self.progress.step < total and not stop.agreed:
                 began = time.perf_counter()
-                with span("step"):
+                with record_function("step"):
                     line = self.step(stop)
                 self.progress.train_time += time.perf_counter() - began
                 self.profiler.step()
@@ -172,7 +173,7 @@ class Run:
         targets = self.batches.num_targets(self.progress.step)
         numbers = optimizer_step(self, micro_batches, n, lambda: (stop.requested, self.must_save()), targets)
         # The only synchronisation of a step. The optimizer, launched before, keeps a GPU busy meanwhile.
-        with span(COMMUNICATION if parallel.world_size > 1 else WAITING):
+        with record_function(COMMUNICATION if parallel.world_size > 1 else WAITING):
             total, stops, saves, grad_norm = numbers.wait()
         if stops:
             stop.agree(parallel.all_gather_object(stop.number))
@@ -193,7 +194,7 @@ class Run:
 
     def micro_batch(self, i: int) -> torch.Tensor | Batch:
         """This rank's i-th micro-batch of the next step."""
-        with span("data"):
+        with record_function("data"):
             return self.parallel.to_device(self.micro_batches.get(self.progress.step, i))
 
     def warm_up(self) -> None:

@@ -1,13 +1,13 @@
 """`--train.profile true`: profiles a few steps, as a trace for Perfetto and as PyTorch's table.
 
-The parts of a step are named ranges (`span`). At its end, the communication, the host also waits for the
-device; with a single process there is only that waiting.
+The parts of a step are named ranges (`record_function`). At its end, the communication, the host also waits
+for the device; with a single process there is only that waiting.
 """
 
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_errors, write_text
@@ -17,8 +17,6 @@ SKIPPED, STEPS = 2, 2  # steps after the start: skipped as they still compile, t
 COMMUNICATION, WAITING = "communication", "waiting for the device"  # the end of a step, by world size
 ROWS = 12  # that are printed
 TRACE, SUMMARY = "trace.json.gz", "summary.txt"
-
-span = record_function  # `with span("forward"):` names a part of a step
 
 
 class Profiler:

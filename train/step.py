@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from lingpt.data import Batch
 from lingpt.models import GPT
@@ -15,7 +16,6 @@ from lingpt.models.attention import Attention
 from lingpt.models.weight_decay import parameter_groups
 from lingpt.train.config import Recipe, TrainConfig, decay_steps, warmup_steps
 from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.profile import span
 
 
 def learning_rates(config: TrainConfig, total_steps: int) -> Callable[[int], float]:
@@ -159,13 +159,13 @@ def optimizer_step(
         for segment in range(segments):
             last = i == n - 1 and segment == segments - 1
             with parallel.accumulate(training.model, enabled=not last):
-                with span("forward"):
+                with record_function("forward"):
                     loss = next(losses)
-                with span("backward"):
+                with record_function("backward"):
                     parallel.backward(loss, targets or training.tokens_per_step)
             loss_sum += loss.detach()
         losses.close()
-    with span("optimizer"):
+    with record_function("optimizer"):
         norm = parallel.clip_gradients(training.gpt, training.recipe.train.grad_clip)
         sums = parallel.all_reduce_sum_async(loss_sum, *flags())
         numbers = AsyncHostCopy(sums, norm)
