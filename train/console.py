@@ -24,9 +24,14 @@ def print_rank0(message: str) -> None:
             tqdm.write(message, nolock=True)
         sys.stdout.flush()
     except OSError:  # the reader is gone (a closed terminal, `| head`): no reason to end a run
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        discard(sys.stdout.fileno())
+
+
+def discard(stream: int) -> None:
+    """Redirects a file descriptor to /dev/null."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 def progress_bar(iterable: Iterable[T] | None = None, **options: Any) -> tqdm:

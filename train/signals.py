@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from lingpt.common.parent import STOP_SIGNALS, signals_to
-from lingpt.train.console import print_rank0
+from lingpt.train.console import discard, print_rank0
 
 SAME_REQUEST = 1.0  # seconds: a launcher forwards a signal that the terminal has already sent to all
 
@@ -65,6 +65,4 @@ def leave_closed_terminal() -> None:
     for stream in (1, 2):
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream)
-                os.close(nowhere)
+                discard(stream)
