@@ -94,6 +94,23 @@ def read_curve(run_folder: str | Path, form_of: Form = without_options, val: str
     """
     # Unlike `resolve`, `abspath` keeps the names of symbolic links, which the user knows.
     folder, path = Path(run_folder), Path(os.path.abspath(run_folder))
+    train, validated, skipped = _read_points(folder, val)
+    recorded = (folder / CONFIG).exists()
+    model, attention = read_model(folder) if recorded else ("", path.name)
+    config = read_config(folder) if recorded else {}
+    settings = config.get("train")
+    if isinstance(settings, dict) and settings.get("teacher") and len(validated):
+        train = train[:0]  # distances to the teacher, not losses of the next token
+    name, form = attention_label(attention), form_of(attention, config.get("model", {}))
+    data, hardware = read_environment(folder, "data"), read_environment(folder, "hardware")
+    fingerprint = str(data.get("fingerprint", ""))
+    about = (path.name, model, name, form, form)
+    text = _text(data, config, val)
+    return Curve(*about, train, validated, skipped, config, hardware, fingerprint, text, folder=path)
+
+
+def _read_points(folder: Path, val: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arrays `train`, `val` and `skipped` of a run's `Curve`; UserError if it has no losses."""
     points: dict[str, dict[float, tuple[float, ...]]] = {"train": {}, "val": {}}  # the last line of each step
     skipped: list[tuple[float, float]] = []
     for line in read_metrics(folder):
@@ -112,19 +129,8 @@ def read_curve(run_folder: str | Path, form_of: Form = without_options, val: str
         raise UserError(f"{folder} was not validated on {val!r}: its --data.val_sources have other names")
     if not points["train"] and not points["val"]:
         raise UserError(f"no losses in {folder}: it is not a run folder, or its {METRICS} is empty")
-    model, attention = read_model(folder) if (folder / CONFIG).exists() else ("", path.name)
     train, validated = (np.array(sorted(rows.values())).reshape(-1, 4) for rows in points.values())
-    skips = np.array(skipped, dtype=float).reshape(-1, 2)
-    config = read_config(folder) if (folder / CONFIG).exists() else {}
-    settings = config.get("train")
-    if isinstance(settings, dict) and settings.get("teacher") and len(validated):
-        train = train[:0]  # distances to the teacher, not losses of the next token
-    name, form = attention_label(attention), form_of(attention, config.get("model", {}))
-    data, hardware = read_environment(folder, "data"), read_environment(folder, "hardware")
-    fingerprint = str(data.get("fingerprint", ""))
-    about = (path.name, model, name, form, form)
-    text = _text(data, config, val)
-    return Curve(*about, train, validated, skips, config, hardware, fingerprint, text, folder=path)
+    return train, validated, np.array(skipped, dtype=float).reshape(-1, 2)
 
 
 def _text(data: dict[str, Any], config: dict[str, Any], val: str | None) -> str:
