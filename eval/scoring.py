@@ -75,7 +75,6 @@ class Scorer:
         self.checkpoint, self.batch_tokens, self.redo = checkpoint, batch_tokens, redo
         self.dtype = dtype or checkpoint.dtype
         self.devices, self.report_left_out = find_devices(device, devices), left_out
-        self.name = checkpoint.name
         self.results, self._log = load_results(checkpoint), log
 
     def score(self, measurements: Iterable[Measurement]) -> Result:
@@ -105,7 +104,7 @@ class Scorer:
 
     def log(self, line: str) -> None:
         """Logs a line on this checkpoint."""
-        self._log(f"{self.name}: {line}")
+        self._log(f"{self.checkpoint.name}: {line}")
 
     def _is_known(self, measurement: Measurement) -> bool:
         key, known = measurement.key, self.results.scores.get(measurement.key)
