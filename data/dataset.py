@@ -329,9 +329,7 @@ ON_HUB = "downloaded from the Hugging Face hub where this machine does not have 
 CORPORA = {
     "embedded": NamedCorpus(embedded_corpus, lambda token_bytes: "a few MB", "found in this Python"),
     "wiki40b": NamedCorpus(
-        wiki40b_corpus,
-        lambda token_bytes: f"about {2.2 * token_bytes:.0f} GB (English)",
-        ON_HUB,
+        wiki40b_corpus, lambda token_bytes: f"about {2.2 * token_bytes:.0f} GB (English)", ON_HUB
     ),
 }
 NAMED = (*CORPORA, f"{HUB}owner/name")
@@ -343,10 +341,7 @@ def vocab_size(config: DataConfig) -> int:
 
 
 def open_corpus(
-    source: str,
-    val_source: str | None = None,
-    cache_dir: Path | None = None,
-    text_key: str = TEXT_KEY,
+    source: str, val_source: str | None = None, cache_dir: Path | None = None, text_key: str = TEXT_KEY
 ) -> Corpus:
     """The corpus that `source` names, validated on `val_source` if given. Raises `UserError`.
 

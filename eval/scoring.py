@@ -160,10 +160,7 @@ def find_devices(name: str, count: int) -> tuple[torch.device, ...]:
 
 
 def load_lm(
-    checkpoint: Checkpoint,
-    devices: Sequence[torch.device],
-    dtype: str,
-    batch_tokens: int,
+    checkpoint: Checkpoint, devices: Sequence[torch.device], dtype: str, batch_tokens: int
 ) -> "LinGPTLM":
     """The checkpoint as an lm-eval `LM`; UserError if its attention is not its run's.
 

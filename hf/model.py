@@ -314,8 +314,5 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=base.hidden_states,
-            **{CACHE: base.get(CACHE)},
+            loss=loss, logits=logits, hidden_states=base.hidden_states, **{CACHE: base.get(CACHE)}
         )
