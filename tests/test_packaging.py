@@ -25,19 +25,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 FOLDERS = (
-    "common",
-    "plots",
-    "kernels",
-    "models",
-    "layers",
-    "hf",
-    "data",
-    "train",
-    "eval",
-    "bench",
-    "study",
-    "cli",
-)
+    "common", "plots", "kernels", "models", "layers", "hf", "data", "train", "eval", "bench", "study", "cli",
+)  # fmt: skip
 BARE_NAMES = (*FOLDERS, "configs", "tests")
 TOP = ("__init__.py", "py.typed")
 SHIPPED = (".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json")

@@ -93,10 +93,8 @@ def test_a_manifest_is_of_its_own_values_and_step(tmp_path, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(run_folder, "file_sha256", fail)
-    assert (
-        damage(folder.with_name("step-00000006").rename(folder))
-        == "is not readable (model.safetensors: Input/output error)"
-    )
+    found = damage(folder.with_name("step-00000006").rename(folder))
+    assert found == "is not readable (model.safetensors: Input/output error)"
 
 
 def test_a_checkpoint_with_another_manifest_is_broken(tmp_path):

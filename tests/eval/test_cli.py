@@ -16,6 +16,7 @@ from lingpt.models import GPT, export_hf, load_model
 from .conftest import write_run
 
 pytestmark = pytest.mark.usefixtures("no_network")
+OF_LANGUAGE = ("bits_per_byte (words)", "loss_by_position (words)", "loss_within_documents (words)")
 
 
 @pytest.fixture
@@ -65,19 +66,8 @@ def test_suites_and_files(runs, eval_data, tmp_path, capsys):
     """`--suite` measures what it names and nothing else; `--save` leaves the tables as files."""
     words = " ".join(f"{word} stone water" for word in map(str, range(60)))
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"body": f"{i} {words}"}) for i in range(3)))
-    suite = [
-        "--suite",
-        "language",
-        "--texts",
-        "words=t.jsonl",
-        "--text_key",
-        "body",
-        "--max_length_factor",
-        "1",
-        "--save",
-        "tables",
-    ]
-    arguments = ["--runs", "runs/demo-ours", "runs/demo-softmax", "--device", "cpu", *suite]
+    suite = "--suite language --texts words=t.jsonl --text_key body --max_length_factor 1 --save tables"
+    arguments = ["--runs", "runs/demo-ours", "runs/demo-softmax", "--device", "cpu", *suite.split()]
     assert main(["eval", *arguments]) == 0
     out = capsys.readouterr().out
     assert "Bits per byte" in out and "Loss by position" in out and "Regular Attention" not in out
@@ -88,12 +78,7 @@ def test_suites_and_files(runs, eval_data, tmp_path, capsys):
     assert "piqa_valid.jsonl has 6 rows; the official split has 1,838" in out
     assert "Regular Attention" in out and "Bits per byte" not in out  # measured before, not asked for now
     scores = json.loads((runs / "demo-ours" / "eval" / "step-00000010.json").read_text())["scores"]
-    assert scores.keys() == {
-        "bits_per_byte (words)",
-        "loss_by_position (words)",
-        "loss_within_documents (words)",
-        "piqa (0-shot)",
-    }
+    assert scores.keys() == {"piqa (0-shot)", *OF_LANGUAGE}
 
 
 def test_a_limit_of_what_is_measured_whole_is_told(runs, capsys):
@@ -191,17 +176,8 @@ def test_what_cannot_be_scored_does_not_stop_the_rest(runs, eval_data, tmp_path,
     with (data / "piqa_valid.jsonl").open("a") as file:
         file.write('{"goal": "g", "sol1": "a", "sol2": "b", "label": 7}\n')
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": "the sun warms stone " * 90}) + "\n")
-    suites = [
-        "--suite",
-        "table2",
-        "language",
-        "--texts",
-        "words=t.jsonl",
-        "gone=no.jsonl",
-        "--max_length_factor",
-        "1",
-    ]
-    argv = ["--tasks", "piqa", "arc_easy", "--data", str(data), *suites, "--device", "cpu"]
+    suites = "--suite table2 language --texts words=t.jsonl gone=no.jsonl --max_length_factor 1"
+    argv = ["--tasks", "piqa", "arc_easy", "--data", str(data), *suites.split(), "--device", "cpu"]
     assert main(["eval", "--runs", "runs/demo-ours", "runs/demo-gla", *argv]) == 2
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
@@ -212,12 +188,7 @@ def test_what_cannot_be_scored_does_not_stop_the_rest(runs, eval_data, tmp_path,
     assert out.count("demo-gla step 10: piqa (0-shot): left out\n") == 1
     for run in ("demo-ours", "demo-gla"):
         scores = json.loads((runs / run / "eval" / "step-00000010.json").read_text())["scores"]
-        assert scores.keys() == {
-            "arc_easy (0-shot)",
-            "bits_per_byte (words)",
-            "loss_by_position (words)",
-            "loss_within_documents (words)",
-        }
+        assert scores.keys() == {"arc_easy (0-shot)", *OF_LANGUAGE}
     assert "Bits per byte" in out and "unset EVAL_DATA" not in out + err
 
 

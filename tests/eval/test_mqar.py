@@ -183,20 +183,9 @@ def test_two_commands_at_the_same_moment_keep_each_other_s_results(tmp_path, at_
 @pytest.mark.slow
 def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     """Trained once each; the best rate counts; a damaged file is kept aside; a model that fails is named."""
-    sizes = ["--widths", "16", "--pairs", "2", "--steps", "2", "--batch_size", "4", "--vocabulary", "32"]
-    command = [
-        "mqar",
-        *sizes,
-        "--workers",
-        "1",
-        "--out",
-        str(tmp_path),
-        "--attentions",
-        "softmax",
-        "ours",
-        "ours+short_conv",
-    ]
-    command += ["--learning_rates", "1e-3", "1e-2"]
+    sizes = "--widths 16 --pairs 2 --steps 2 --batch_size 4 --vocabulary 32 --workers 1"
+    trials = "--attentions softmax ours ours+short_conv --learning_rates 1e-3 1e-2"
+    command = ["mqar", *sizes.split(), "--out", str(tmp_path), *trials.split()]
     assert main(command) == 0
     assert "6 models, 6 to train" in capsys.readouterr().out
     results = json.loads((tmp_path / "mqar.json").read_text())["results"]
@@ -206,9 +195,8 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     assert main(command) == 0 and not trained
     assert main([*command, "0.1"]) == 2
     err = capsys.readouterr().err
-    assert (
-        len(trained) == 3 and "3 of 9 models failed, the same command tries again: softmax, width 16" in err
-    )
+    assert len(trained) == 3
+    assert "3 of 9 models failed, the same command tries again: softmax, width 16" in err
     kept = json.loads((tmp_path / "mqar.json").read_text())["results"]
     monkeypatch.undo()
     wider = [*command[:2], "32", *command[3:]]

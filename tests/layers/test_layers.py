@@ -115,12 +115,8 @@ def test_a_gated_layer_with_another_gate_or_none():
     """Guards: a default activation that stands in for the one given, or is refused as there is no gate."""
     assert GatedLinearAttention(64, 4, gate_activation="silu").config.gate_activation == "silu"
     bare = GatedLinearAttention(64, 4, output_gate=False, short_conv=False)
-    assert {name.split(".")[0] for name in bare.attn.state_dict()} == {
-        "qkv",
-        "proj",
-        "decay_proj",
-        "decay_bias",
-    }
+    names = {name.split(".")[0] for name in bare.attn.state_dict()}
+    assert names == {"qkv", "proj", "decay_proj", "decay_bias"}
 
 
 def test_mistakes_are_one_line():

@@ -38,12 +38,8 @@ def test_a_model_of_ones_own():
     sizes |= {"block_size": 64, "vocab_size": 100, "padding_multiple": 32}
     config = ModelArgs("mine", "ours", **sizes).config()
     assert {key: getattr(config, key) for key in sizes} == sizes
-    assert (config.name, config.head_size, config.rope_n_elem, config.padded_vocab_size) == (
-        "mine",
-        32,
-        16,
-        128,
-    )
+    derived = config.head_size, config.rope_n_elem, config.padded_vocab_size
+    assert config.name == "mine" and derived == (32, 16, 128)
     small = ModelArgs("mine", "ours", n_layer=6, n_embd=512, n_head=8).config().to_dict()
     pythia = Config.from_name("pythia-70m").to_dict()
     assert {key for key in small if small[key] != pythia[key]} == {"name"}

@@ -486,11 +486,8 @@ def test_damage_in_the_middle_is_named_and_costs_its_line_alone(tmp_path, capsys
     (run / "metrics.jsonl").write_bytes(b"".join(lines))
     curve = read_curve(run)
     assert curve.train[:, 0].tolist() == [1, 2, *range(6, 8), *range(9, 21)] and len(curve.val) == 2
-    assert (
-        capsys.readouterr()
-        .err.strip()
-        .endswith("metrics.jsonl is damaged, and these lines of it are left out: 3, 4, 5")
-    )
+    err = capsys.readouterr().err
+    assert err.endswith("metrics.jsonl is damaged, and these lines of it are left out: 3, 4, 5\n")
 
 
 def test_a_baseline_by_choice(tmp_path):

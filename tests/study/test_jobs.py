@@ -141,10 +141,8 @@ def test_a_card_that_cuda_no_longer_sees(job):
 def test_no_line_of_an_earlier_attempt(job, tmp_path):
     """A failure without output says its exit code, not what the log has from before."""
     (tmp_path / "x.log").write_text("all was well\n")
-    assert (
-        run_jobs([job("x", "sys.exit(3)")], [Slot("CPU")], report=lambda line: None)[0].reason
-        == "exit code 3"
-    )
+    (failure,) = run_jobs([job("x", "sys.exit(3)")], [Slot("CPU")], report=lambda line: None)
+    assert failure.reason == "exit code 3"
 
 
 def test_failures_survive_the_end_of_the_time(job):

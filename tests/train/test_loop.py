@@ -679,9 +679,8 @@ def test_init_from_another_attention_says_what_it_took(make_recipe, capsys):
     assert f"init_from: weights from {source} (" in (out := capsys.readouterr().out) and "taken" in out
     taken = weights(folder, 1)["lm_head.weight"]
     torch.testing.assert_close(taken, load_file(source / "model.safetensors")["lm_head.weight"])
-    assert (
-        json.loads((folder / "checkpoints/step-00000001/config.json").read_text())["attention"] == "softmax"
-    )
+    config = json.loads((folder / "checkpoints/step-00000001/config.json").read_text())
+    assert config["attention"] == "softmax"
 
 
 def test_init_from_weights_of_other_tokens_says_so(make_recipe, tmp_path, capsys):

@@ -66,11 +66,8 @@ def test_the_offline_record_has_losses_group_and_step_metric(make_recipe, logged
     assert len(records) == 2
     runs = [next(r.run for r in part if r.HasField("run")) for part in records]
     assert len({run.run_id for run in runs}) == 1, "the resumed run has another id"
-    assert (
-        runs[0].run_group == "study-tiny"
-        and runs[0].display_name == "demo-ours"
-        and runs[0].project == "lingpt"
-    )
+    names = runs[0].run_group, runs[0].display_name, runs[0].project
+    assert names == ("study-tiny", "demo-ours", "lingpt")
     steps = {r.metric.name: r.metric.step_metric for r in records[0] if r.HasField("metric")}
     assert steps["train/loss"] == steps["val/loss"] == "train_time"
     globs = {r.metric.glob_name: r.metric.step_metric for r in records[0] if r.HasField("metric")}
