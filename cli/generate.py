@@ -1,9 +1,14 @@
 """`lingpt generate`: a trained model continues a text."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lingpt.common.options import Option
+
+if TYPE_CHECKING:
+    from lingpt.data import Tokenizer
+    from lingpt.models import GPT
 
 
 @dataclass
@@ -38,19 +43,13 @@ class Options:
 
 
 def run(options: Options) -> None:
-    from pathlib import Path
-
-    import torch
-
     from lingpt.cli.chat import chat
     from lingpt.common.chat_template import read_chat_template
     from lingpt.common.devices import decoding_dtype, find_device
     from lingpt.common.errors import UserError
-    from lingpt.common.files import read_text
-    from lingpt.common.format import scaled
     from lingpt.common.run_folder import TOKENIZER, find_model_folder
     from lingpt.data import load_tokenizer
-    from lingpt.models import check_source, generate, load_model, load_state, read, save_state
+    from lingpt.models import check_source, load_model
 
     folder, device = find_model_folder(Path(options.model)), find_device(options.device)
     dtype = decoding_dtype(options.dtype, device)
@@ -68,9 +67,23 @@ def run(options: Options) -> None:
     sampling = {"temperature": options.temperature, "top_k": options.top_k, "seed": options.seed}
     sampling |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
     sampling["graph"] = options.graph and device.type == "cuda"
-    model.any_length, state = model.constant_state, None
+    model.any_length = model.constant_state
     if options.chat:
-        return chat(model, tokenizer, template, tokens, options.max_new_tokens, sampling)
+        chat(model, tokenizer, template, tokens, options.max_new_tokens, sampling)
+    else:
+        _complete(options, model, tokenizer, sampling)
+
+
+def _complete(options: Options, model: "GPT", tokenizer: "Tokenizer", sampling: dict[str, Any]) -> None:
+    """Prints the prompt, maybe behind a document or the state of one, and what continues it."""
+    import torch
+
+    from lingpt.common.errors import UserError
+    from lingpt.common.files import read_text
+    from lingpt.common.format import scaled
+    from lingpt.models import generate, load_state, read, save_state
+
+    device, state = model.lm_head.weight.device, None
     document = tokenizer.encode(read_text(Path(options.document))) if options.document else []
     if options.document and not document:
         raise UserError(f"{options.document} is empty: give another document, or leave out --document")
