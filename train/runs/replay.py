@@ -5,7 +5,7 @@ The weights are those of the nearest checkpoint before it; they are exactly the 
 checkpoint is right before it, or the steps between were skipped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from lingpt.common.run_folder import (
     require_newest_checkpoint,
     valid_checkpoints,
 )
-from lingpt.data import BatchSampler, prepare
-from lingpt.models import Config, load_model
-from lingpt.train.config import recipe_from_dict
+from lingpt.data import Batch, BatchSampler, prepare
+from lingpt.models import GPT, Config, load_model
+from lingpt.train.config import Recipe, recipe_from_dict
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.model import attention_kernels
 from lingpt.train.runs.checkpoint import load_manifest
@@ -67,21 +67,14 @@ def replay(
     kernels = attention_kernels(any_kernel, where, "32-true")
     otherwise = _not_as_trained(run, step, checkpoint, kernels, where, recipe.train.teacher)
     batches = BatchSampler(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
-    model, targets = NextTokenLoss(gpt, z_loss=recipe.train.z_loss), batches.num_targets(step - 1)
-    total, losses = 0.0, list[float]()
-    blocks = batches.indices(step - 1)
-    for block in blocks:
-        batch, loss = dataset.train.gather([block]).to(where), 0.0
-        for part in segment_losses(model, gpt, batch, recipe.train.segments):
-            (part / targets).backward()
-            loss += part.item()
-        total += loss
-        losses.append(loss / max(1, dataset.train.num_targets([block])))
-    norm = torch.nn.utils.get_total_norm([p.grad for p in gpt.parameters() if p.grad is not None]).item()
+    blocks, targets = batches.indices(step - 1), batches.num_targets(step - 1)
+    gathered = (dataset.train.gather([block]).to(where) for block in blocks)
+    sums, norm = _losses_and_norm(gpt, recipe, gathered, targets)
+    losses = [x / max(1, dataset.train.num_targets([b])) for x, b in zip(sums, blocks, strict=True)]
     worst = sorted(range(len(losses)), key=lambda i: -losses[i] if losses[i] == losses[i] else -torch.inf)
     lines = [
         f"{run.name}, step {step}, with the weights of {checkpoint.name}, in fp32 ({_by(kernels)})",
-        f"loss {total / targets:.4f} nats/token, gradient norm {norm:.4g} before clipping at "
+        f"loss {sum(sums) / targets:.4f} nats/token, gradient norm {norm:.4g} before clipping at "
         f"{recipe.train.grad_clip:g}; when it was trained: {_as_logged(run, step)}",
         *otherwise,
         f"the {min(samples, len(losses))} samples of the highest loss, of {len(losses)}:",
@@ -91,6 +84,20 @@ def replay(
         text = " ".join(dataset.tokenizer.decode(sample.tolist()).split())
         lines.append(f"  {losses[position]:8.4f}  position {position}, block {blocks[position]}: {text} …")
     return "\n".join(lines)
+
+
+def _losses_and_norm(
+    gpt: GPT, recipe: Recipe, samples: Iterable[torch.Tensor | Batch], targets: int
+) -> tuple[list[float], float]:
+    """Each sample's loss, summed over its tokens, and the norm of the gradient of all over `targets`."""
+    model, sums = NextTokenLoss(gpt, z_loss=recipe.train.z_loss), list[float]()
+    for sample in samples:
+        sums.append(0.0)
+        for loss in segment_losses(model, gpt, sample, recipe.train.segments):
+            (loss / targets).backward()
+            sums[-1] += loss.item()
+    gradients = [p.grad for p in gpt.parameters() if p.grad is not None]
+    return sums, torch.nn.utils.get_total_norm(gradients).item()
 
 
 def _checkpoint_before(run: Path, step: int) -> Path:
