@@ -299,13 +299,6 @@ def test_a_size_of_the_recipe_is_not_in_the_runs_name(project, capsys):
         assert capsys.readouterr().out.startswith(f"{name}: ")
 
 
-def test_another_config_under_the_same_name(project, capsys):
-    assert main(["train", "--config", "tiny.yaml", "--train.max_steps", "1"]) == 0
-    capsys.readouterr()
-    line = complaint(capsys, "train", "--config", "tiny.yaml", "--train.learning_rate", "0.5")
-    assert "train.learning_rate: 0.001 → 0.5" in line and "--train.name" in line
-
-
 @pytest.mark.parametrize(
     ("model", "words", "parameters"),
     [

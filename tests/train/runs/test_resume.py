@@ -247,13 +247,15 @@ def test_the_command_that_goes_on_does(make_recipe, monkeypatch, resume):
 
 
 def test_what_a_killed_process_left_is_cleared(make_recipe):
-    """Half-written files next to the run's own, as `kill -9` leaves them."""
+    """Half-written files next to the run's own, as `kill -9` leaves them, of older versions, too."""
     folder = train(make_recipe(max_steps=2))
-    left = [folder / ".metrics.jsonl.x1y2z3.partial", folder / "checkpoints/.step-00000002.x1y2z3.partial"]
-    left[0].touch()
-    left[1].mkdir()
+    checkpoints = [folder / "checkpoints" / f".step-00000002{end}" for end in (".x1y2z3.partial", ".partial")]
+    left = [folder / ".metrics.jsonl.x1y2z3.partial", *(path / "model.safetensors" for path in checkpoints)]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
     train(make_recipe(max_steps=2))
-    assert not any(path.exists() for path in left)
+    assert not any(path.exists() for path in [*left, *checkpoints])
 
 
 def test_data_may_move_and_not_change(make_recipe, corpus, tmp_path, capsys):
