@@ -93,14 +93,10 @@ def cut(folder):
 
 BROKEN = {
     "cut off": cut,
-    "header only": lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 8),
-    "empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
     "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "half a manifest": lambda folder: (folder / "manifest.json").write_text('{"files": {'),
     "half a tokenizer": lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.0",'),
-    "no config": lambda folder: (folder / "config.json").unlink(),
-    "half a config": lambda folder: (folder / "config.json").write_text('{"n_layer": 2,'),
     "aside": lambda folder: folder.rename(folder.with_name(folder.name + ".tmp")),
 }
 
