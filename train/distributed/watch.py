@@ -99,7 +99,8 @@ class Watch:
         """Prints why the run ends, only once; with an empty line, another process prints it."""
         with self._report_lock:
             if line and not self._reported:
-                print_stderr(line)
+                with contextlib.suppress(OSError):  # nobody reads it, or its disk is full
+                    print_stderr(line)
             self._reported = True
 
     def first_death_message(self) -> str | None:
@@ -206,7 +207,8 @@ class Watch:
 
     def _exit(self, code: int) -> None:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(code)  # the main thread is blocked in a collective
 
 

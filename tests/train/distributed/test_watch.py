@@ -1,5 +1,6 @@
 """Where a process dies or hangs, all end and it is named; where processes cannot meet, one line says why."""
 
+import errno
 import itertools
 import os
 import re
@@ -84,6 +85,19 @@ def test_a_store_that_does_not_answer_ends_a_run_that_waits(monkeypatch, capsys,
     watch.stop()
 
 
+def test_a_process_ends_where_nobody_reads_what_it_says(monkeypatch):
+    """Guards: a terminal, or `| tee`, that is gone with the process, or a log on a full disk, and the process
+    lived on."""
+    gone, codes = mock.Mock(), []
+    gone.write.side_effect = gone.flush.side_effect = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(sys, "stdout", gone)
+    monkeypatch.setattr(sys, "stderr", gone)
+    monkeypatch.setattr(watch_module.os, "_exit", codes.append)
+    monkeypatch.setattr(watch_module, "GRACE", 0.1)
+    Watch()._end("a process has died")
+    assert codes == [1]
+
+
 NCCL_FAILED = """NCCL error in: NCCLUtils.cpp:94, unhandled system error, NCCL version 2.27.5
 ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
 Last error:
@@ -135,6 +149,43 @@ def test_the_main_process_says_that_it_has_lost_another(monkeypatch):
     )
     with lost, parallel.propagate_errors():
         raise RuntimeError("[unbound_buffer.cc:129] Timed out waiting 126000ms for send operation")
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_the_main_process_ends_the_others_and_says_why(number):
+    """Guards: processes that nobody had ended; a signal to one of them, told as its death."""
+    parallel, ended = Failing(has_children=True), []
+    parallel.watch.children = [SimpleNamespace(kill=lambda: ended.append(True))]
+    parallel.watch._died, parallel.watch.interrupted = "process 1 has died", number
+    with pytest.raises(Interrupted if number else UserError) as raised, parallel.propagate_errors():
+        raise dist.DistBackendError(LOST)
+    assert ended and (number or str(raised.value) == "process 1 has died")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_error_is_said_once_a_machine(sharded, capsys, monkeypatch):
+    """That of all processes by the command line of the first; its own by each."""
+    parallel, of_all = Failing(has_children=False), UserError("no space")
+    parallel.sharded, parallel.fabric.broadcast = sharded, lambda _: [of_all]
+    monkeypatch.setattr("lingpt.train.distributed.collectives.all_gather_object", lambda *_: [of_all, None])
+    with pytest.raises(UserError, match="no space"), parallel.propagate_errors():
+        parallel.on_checkpoint_ranks(lambda: None)
+    assert not capsys.readouterr().err
+    with pytest.raises(UserError), parallel.propagate_errors():
+        raise UserError("no kernel")
+    assert capsys.readouterr().err == "lingpt: process 1: no kernel\n"
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "line"), [(NCCL_FAILED, "the communication failed"), (LOST, "did not meet")]
+)
+def test_processes_that_cannot_connect_say_why(error, line, local_rank, capsys):
+    """What fails in one process alone is said by that one, whichever it is."""
+    parallel, machine = Failing(has_children=False, local_rank=local_rank), SimpleNamespace(world_size=2)
+    with pytest.raises(UserError, match=line), parallel._connection(machine):
+        raise dist.DistBackendError(error)
+    assert (line in capsys.readouterr().err) == (local_rank == 1 and error == NCCL_FAILED)
 
 
 def test_a_signal_while_a_process_gives_up_changes_nothing():
