@@ -117,9 +117,9 @@ def require_newest_checkpoint(run: Path, warn: bool = True) -> Path:
 
 def warn_skipped_checkpoints(taken: Path) -> None:
     """Prints a line on stderr for each damaged checkpoint of the run that is newer than the one `taken`."""
-    named = all_checkpoint_folders(taken.parent.parent)
-    for newer in named[named.index(taken) + 1 :]:
-        if read_manifest(newer) is None:
+    step = checkpoint_step(taken) or 0
+    for newer in all_checkpoint_folders(taken.parent.parent):
+        if (checkpoint_step(newer) or 0) > step and read_manifest(newer) is None:
             print(f"{newer} {damage(newer)} and is passed over for {taken.name}", file=sys.stderr)
 
 

@@ -24,6 +24,7 @@ from lingpt.common.run_folder import (
     read_model,
     require_newest_checkpoint,
     valid_checkpoints,
+    warn_skipped_checkpoints,
     without_seed,
     write_manifest,
 )
@@ -71,6 +72,9 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named(tmp_pat
         file.write_bytes(b"123456789")
     with pytest.raises(UserError, match=r"no checkpoint of .* can be read \(step-00000003 is not whole"):
         find_model_folder(tmp_path)
+    folders[1].rename(tmp_path / "pruned")  # by its run, meanwhile
+    warn_skipped_checkpoints(folders[1])
+    assert f"{folders[2]} is not whole" in capsys.readouterr().err
     (tmp_path / "export").mkdir()
     assert find_model_folder(tmp_path / "export") == tmp_path / "export"  # no checkpoint, and no manifest
 
