@@ -34,7 +34,8 @@ def test_eval(runs, eval_data, capsys, monkeypatch):
     assert main(["eval", "--tasks", "arc_easy", "piqa", "--limit", "4", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     for attention, row in (("softmax", "Regular Attention"), ("gla", "Gated LA"), ("ours", "Our LA")):
-        assert (runs / f"demo-{attention}" / "eval" / "step-00000010.json").is_file()
+        file = runs / f"demo-{attention}" / "eval" / "step-00000010.json"
+        assert {score["limit"] for score in json.loads(file.read_text())["scores"].values()} == {4}
         paper, ours = out.split(row)[1].splitlines()[:2]
         assert "paper" in paper and f"demo-{attention}, step 10" in ours and "±" in ours
 
@@ -66,7 +67,7 @@ def test_suites_and_files(runs, eval_data, tmp_path, capsys):
     """`--suite` measures what it names and nothing else; `--save` leaves the tables as files."""
     words = " ".join(f"{word} stone water" for word in map(str, range(60)))
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"body": f"{i} {words}"}) for i in range(3)))
-    suite = "--suite language --texts words=t.jsonl --text_key body --max_length_factor 1 --save tables"
+    suite = "--suite language --texts words=t.jsonl --text_key body --max_length_factor 2 --save tables"
     arguments = ["--runs", "runs/demo-ours", "runs/demo-softmax", "--device", "cpu", *suite.split()]
     assert main(["eval", *arguments]) == 0
     out = capsys.readouterr().out
@@ -79,6 +80,8 @@ def test_suites_and_files(runs, eval_data, tmp_path, capsys):
     assert "Regular Attention" in out and "Bits per byte" not in out  # measured before, not asked for now
     scores = json.loads((runs / "demo-ours" / "eval" / "step-00000010.json").read_text())["scores"]
     assert scores.keys() == {"piqa (0-shot)", *OF_LANGUAGE}
+    positions = scores["loss_by_position (words)"]
+    assert positions["positions"][-1]["to"] == 2 * positions["train_length"]
 
 
 def test_a_limit_of_what_is_measured_whole_is_told(runs, capsys):

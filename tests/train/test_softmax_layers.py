@@ -10,7 +10,7 @@ from lingpt.common.files import read_yaml
 from lingpt.data import Batch
 from lingpt.models import GPT, ModelArgs
 from lingpt.train import softmax_layers, train
-from lingpt.train.softmax_layers import layers_that_need_context
+from lingpt.train.softmax_layers import layers_that_need_context, place_softmax_layers
 
 
 def test_layers_that_use_their_context_are_chosen():
@@ -52,6 +52,15 @@ def test_linearize_places_the_layers(make_recipe, monkeypatch, capsys):
     assert seen == [(5, 1)] * 2
     layers = read_yaml(out / "student/config.yaml")["model"]["attention"]
     assert layers == ["ours-gated", "softmax", *["ours-gated"] * 4]
+
+    # Nor does a teacher with windows of its own say where a whole context is needed.
+    args = ModelArgs(name="demo", attention="softmax", n_layer=6, softmax_window=8)
+    monkeypatch.setattr(softmax_layers, "load_model", lambda *_, **__: GPT.create(args.config(), 0))
+    recipe.train.teacher, recipe.train.name = str(teacher), "even"
+    recipe.model = ModelArgs(name="demo", attention="hybrid", n_layer=6)
+    even = recipe.model.attention
+    place_softmax_layers(recipe)
+    assert recipe.model.attention == even and len(seen) == 2
 
     monkeypatch.setattr(softmax_layers, "load_model", None)  # not even loaded
     command = ["linearize", str(teacher), "--train.max_steps=2", "--train.name=pure"]

@@ -4,12 +4,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +51,38 @@ def test_ranks_with_pieces_of_the_same_sequences_have_the_same_share():
     assert shares == [[[0, 1], [2, 3]]] * 2 + [[[4, 5], [6, 7]]] * 2
 
 
+def test_parameters_are_gathered_once_only_where_all_have_room(alone, monkeypatch):
+    """Guards: processes that make other calls, as the memory of their cards differs."""
+    roomy = replace(choose_machine(TrainConfig(accelerator="cpu")), gathers_once=True)
+    everyone: list[tuple] = []
+    monkeypatch.setattr(alone, "all_gather_object", lambda _: everyone)
+    for other in (True, False):
+        everyone[:] = [(roomy, {}), (replace(roomy, gathers_once=other), {})]
+        alone.check_same_settings(roomy, {})
+        assert alone._gathers_once == other
+    everyone[1] = (replace(roomy, precision="bf16-mixed"), {})
+    with pytest.raises(UserError, match="ranks of single, 32-true: 0; single, bf16-mixed: 1"):
+        alone.check_same_settings(roomy, {})
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_connections_wait_longer_than_the_watch(strategy):
+    """Guards: a backtrace of NCCL's in place of the line that names who is late."""
+    with one_process(strategy) as parallel:
+        assert parallel.fabric.strategy._timeout > timedelta(minutes=30)
+
+
+def test_progress_is_the_collectives_of_every_group():
+    """By which a process that hangs is found: also as checkpoints are written, and among pieces."""
+    with one_process("fsdp") as parallel:
+        parallel.context = SimpleNamespace(group=dist.new_group(backend="gloo"), size=1)
+        groups = [dist.group.WORLD, parallel.host_mesh.get_group(), parallel.context.group]
+        before = parallel._collectives()
+        for number, group in enumerate(groups, start=1):
+            dist.all_reduce(torch.ones(1), group=group)
+            assert parallel._collectives() == before + number
+
+
 @pytest.fixture
 def alone() -> Parallel:
     return Parallel(choose_machine(TrainConfig(accelerator="cpu")))
@@ -57,6 +92,7 @@ def test_one_process_agrees_with_itself(alone):
     assert alone.all_reduce_sum(torch.tensor(2.5), 3, True) == [2.5, 3.0, 1.0]
     assert alone.all_gather_object("state") == ["state"]
     assert alone.on_rank_zero(lambda: 7) == 7
+    assert 5e7 < alone.peak_memory < 5e10, "bytes"
     with pytest.raises(UserError, match="no space"):
         alone.on_rank_zero(lambda: exec('raise UserError("no space")', {"UserError": UserError}))
 
@@ -77,6 +113,7 @@ def test_a_sum_is_one_collective(monkeypatch):
     for name in ("all_reduce", "barrier"):
         monkeypatch.setattr(torch.distributed, name, lambda *_, name=name, **options: called.append(name))
     assert rank.all_reduce_sum(torch.tensor(1.5), 2) == [1.5, 2.0] and called == ["all_reduce"]
+    assert rank.any_rank(True) and not rank.any_rank(False), "one is enough"
 
 
 def test_backward_is_of_the_mean(alone):
@@ -150,6 +187,16 @@ def test_ddp_sums_in_bf16_where_that_is_asked_for(monkeypatch):
     assert hooks == [bf16_compress_hook]  # which needs NCCL
 
 
+@pytest.mark.parametrize("reduce_bf16", [False, True])
+def test_fsdp_sums_in_bf16_where_that_is_asked_for(reduce_bf16):
+    x = 1 + 2**-12
+    with one_process("fsdp", reduce_bf16) as parallel:
+        module = parallel.wrap(torch.nn.Linear(3, 1))
+        with parallel.accumulate(module, enabled=False):
+            parallel.backward(module(torch.full((1, 3), x)).sum(), count=1)
+        assert (module.weight.grad.full_tensor() == (1.0 if reduce_bf16 else x)).all()
+
+
 def test_sharded_parameters_stay_whole_until_a_step_s_last_micro_batch():
     with one_process("fsdp", gathers_once=True) as parallel:
         module = parallel.wrap(torch.nn.Linear(3, 1))
@@ -180,6 +227,7 @@ def test_a_sharded_model_has_the_weights_of_a_whole_one(make_recipe, tmp_path, s
         gpt = make_model(recipe, config, parallel.device, sharded=True)
         assert all(parameter.is_meta for parameter in gpt.parameters() if parameter.ndim > 1)
         parallel.wrap(NextTokenLoss(gpt))
+        assert all(isinstance(block, FSDPModule) for block in gpt.blocks), "more than a block at a time"
         fill_shards(gpt, recipe.train.seed, checkpoint, init_from)
         for (name, sharded), expected in zip(gpt.named_parameters(), whole.parameters(), strict=True):
             assert isinstance(sharded, DTensor) and torch.equal(sharded.full_tensor(), expected), name
