@@ -27,9 +27,9 @@ LAYERS: dict[str, tuple[type, dict, dict]] = {
         {"num_kv_heads": 2},
         {"output_gate": True, "gate_activation": "sigmoid", "short_conv": True},
     ),
-    "gla": (GLA, {}, {}),
+    "gla": (GLA, {"expand_k": 1.0}, {}),
 }
-NAMES = {"num_kv_heads": "n_query_groups", "head_dim": "head_size"}
+NAMES = {"num_kv_heads": "n_query_groups", "head_dim": "head_size", "expand_k": "gla_expand_k"}
 
 
 @pytest.fixture(params=LAYERS)
