@@ -206,6 +206,7 @@ def test_a_shell_of_srun_trains_by_itself_and_srun_in_a_shell_does_not(slurm):
     assert launched() is None
     slurm(JOB_NAME="interactive", STEP_NUM_TASKS=2, STEP_NUM_NODES=1)
     assert launched() == Launched("SLURM", here=2, everywhere=2)
+    assert Launched("SLURM", here=2, everywhere=6).machines == 3
 
 
 def test_machines_on_which_slurm_has_started_nothing_are_not_left_idle(slurm):

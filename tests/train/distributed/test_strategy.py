@@ -40,6 +40,15 @@ def test_processes_on_a_cpu_share_its_memory():
         assert choose_strategy(here, gpt, recipe)[0].strategy == strategy
 
 
+def test_parameters_stay_whole_within_a_step_only_where_there_is_room():
+    machine, recipe = two_devices(strategy="fsdp")
+    gpt = GPT.on_meta(recipe.model.config())
+    for once in (False, True):
+        need = memory_needed(gpt, recipe, machine.precision, over=2, gathers_once=once)["total"]
+        just_enough = replace(machine, memory=int(1.08 * need + 1e9) + 1)
+        assert choose_strategy(just_enough, gpt, recipe)[0].gathers_once == once
+
+
 def test_the_opening_line_names_the_strategy_where_there_are_several_devices():
     """Guards: DDP or FSDP that the recipe asks for was named nowhere."""
     machine, recipe = two_devices()

@@ -172,8 +172,8 @@ def test_an_error_is_said_once_a_machine(sharded, capsys, monkeypatch):
         parallel.on_checkpoint_ranks(lambda: None)
     assert not capsys.readouterr().err
     with pytest.raises(UserError), parallel.propagate_errors():
-        raise UserError("no kernel")
-    assert capsys.readouterr().err == "lingpt: process 1: no kernel\n"
+        raise UserError("the hub: Connection reset by peer")
+    assert capsys.readouterr().err == "lingpt: process 1: the hub: Connection reset by peer\n"
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
