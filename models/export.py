@@ -44,21 +44,7 @@ def export_hf(
     rows = model.config.padded_vocab_size
     unused = {"suppress_tokens": [*range(vocab_size, rows)]} if vocab_size < rows else {}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id)
-    about: dict[str, Any] = {"dtype": str(model.lm_head.weight.dtype).removeprefix("torch."), **ids}
-    plain = all(block.attn.hf_exportable for block in model.blocks)
-    if plain and is_gpt_neox(model.config):
-        write_gpt_neox(model, folder, about)
-    elif plain and llama_kind(model.config):
-        write_llama(model, folder, about)
-    else:
-        own = {
-            "model_type": "lingpt",
-            "architectures": ["LinGPTForCausalLM"],
-            "network": model.config.to_dict(),
-            "vocab_size": model.config.padded_vocab_size,
-            "tie_word_embeddings": model.config.tie_embeddings,
-        }
-        write_model_folder(folder, own | about, model.state_dict(), metadata={})
+    _write_model(model, folder, ids)
     with write_errors(folder):
         write_json(folder / GENERATION_CONFIG, ids | unused)
         if card is not None:
@@ -79,6 +65,25 @@ def export_hf(
             folder / TOKENIZER_CONFIG,
             names | settings | {"model_max_length": model.config.block_size},
         )
+
+
+def _write_model(model: GPT, folder: Path, token_ids: dict[str, int]) -> None:
+    """Writes config.json and the weights, as GPT-NeoX's or Llama's if the model is one."""
+    about: dict[str, Any] = {"dtype": str(model.lm_head.weight.dtype).removeprefix("torch."), **token_ids}
+    plain = all(block.attn.hf_exportable for block in model.blocks)
+    if plain and is_gpt_neox(model.config):
+        write_gpt_neox(model, folder, about)
+    elif plain and llama_kind(model.config):
+        write_llama(model, folder, about)
+    else:
+        own = {
+            "model_type": "lingpt",
+            "architectures": ["LinGPTForCausalLM"],
+            "network": model.config.to_dict(),
+            "vocab_size": model.config.padded_vocab_size,
+            "tie_word_embeddings": model.config.tie_embeddings,
+        }
+        write_model_folder(folder, own | about, model.state_dict(), metadata={})
 
 
 def _read_tokenizer(path: Path) -> tuple[str, str, int, int]:
