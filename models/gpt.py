@@ -318,8 +318,8 @@ class GPT(ComputedBuffers):
         x_BNC, values_BNV = self.embed(idx_BN)
         recomputes = self.recompute_blocks and torch.is_grad_enabled()
         inputs = HostInputs() if recomputes and self.inputs_on_host else contextlib.nullcontext()
-        for i, block in enumerate(self.blocks):
-            before = None if carried is None else carried.layers[i]
+        layers = [None] * len(self.blocks) if carried is None else carried.layers
+        for i, (block, before) in enumerate(zip(self.blocks, layers, strict=True)):
             # No argument of `checkpoint`, which would offload the values.
             run: Any = partial(block, values_BNV=values_BNV)
             if before is not None:
@@ -327,10 +327,10 @@ class GPT(ComputedBuffers):
             if recomputes:  # no dropout, so there is no random state to keep
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
             with inputs:
-                if carried is None or before is None:
+                if before is None:
                     x_BNC = run(x_BNC, cos_NR, sin_NR, None, cu_seqlens)
                 else:
-                    x_BNC, carried.layers[i] = run(x_BNC, cos_NR, sin_NR)
+                    x_BNC, layers[i] = run(x_BNC, cos_NR, sin_NR)
             if outputs is not None:
                 outputs.append(x_BNC)
         if carried is not None:
