@@ -161,6 +161,8 @@ def test_what_cannot_be_divided_is_one_line(make_recipe, monkeypatch):
         ({"devices": 1}, "context_parallel is 2, and the run has 1 device, no multiple of it"),
         ({"devices": 3}, "the run has 3 devices, no multiple of it"),
         ({"devices": 6, "context_parallel": 6}, "does not divide into 6 pieces of 4 tokens or more"),
+        ({"devices": 16, "context_parallel": 16}, "does not divide into 16 pieces of 4 tokens or more"),
+        ({"devices": 2, "teacher": "runs/t"}, "train.teacher needs whole sequences"),
         ({"devices": 6}, "micro_batch_size 4 × 3 groups of 2"),
     ):
         with pytest.raises(UserError, match=line):

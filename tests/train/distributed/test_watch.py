@@ -188,6 +188,32 @@ def test_processes_that_cannot_connect_say_why(error, line, local_rank, capsys):
     assert (line in capsys.readouterr().err) == (local_rank == 1 and error == NCCL_FAILED)
 
 
+@pytest.mark.parametrize(
+    ("code", "ends", "line"),
+    [
+        (
+            -9,
+            2,
+            "process 2 of 3 (pid 7) was killed by signal 9 (SIGKILL): the run ends, and the same command",
+        ),
+        (2, 2, "process 2 of 3 (pid 7) ended with 2: the run ends\n"),
+        (-15, 143, "interrupted; "),
+        (130, 130, "interrupted; "),
+    ],
+)
+def test_a_run_ends_as_its_first_process_that_fails(code, ends, line, monkeypatch, capsys):
+    """Not as one that has done its part. Guards: a signal to one of them, told as its death."""
+    monkeypatch.setattr(watch_module, "GRACE", 0.1)
+    watch, ended = Ended(), []
+    watch.children = [
+        SimpleNamespace(poll=lambda n=n: n, returncode=n, pid=7, kill=lambda: ended.append(True))
+        for n in (0, code)
+    ]
+    watch._watch_children()
+    assert watch.code == ends and len(ended) == 2
+    assert capsys.readouterr().err.startswith(f"lingpt: {line}")
+
+
 def test_a_signal_while_a_process_gives_up_changes_nothing():
     """Guards: torchrun's SIGTERM, since another has died, made the line `interrupted`."""
     parallel = Failing(has_children=False)
