@@ -99,7 +99,7 @@ def test_the_cache_size_is_known_of_the_named_corpora():
 def test_whether_the_data_exist_is_known_without_reading_them(config, monkeypatch):
     """What a dry run prints: found, to be downloaded, or which of them is missing."""
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
-    assert availability(config) == f"1 file(s), {Path(config.source).stat().st_size / 1e6:,.1f} MB, found"
+    assert availability(config) == f"1 file, {Path(config.source).stat().st_size / 1e6:,.1f} MB, found"
     assert "this Python" in availability(DataConfig()) and "hub" in availability(DataConfig("wiki40b"))
     for change in ({"source": "nowhere/*.jsonl"}, {"val_source": "nowhere.gz"}, {"tokenizer": "/no/where"}):
         assert availability(replace(config, **change)).startswith("NOT FOUND: there ")
