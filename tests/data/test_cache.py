@@ -120,10 +120,8 @@ def test_the_same_data_is_tokenised_once(config, monkeypatch):
     assert prepare(config, progress=False).fingerprint == first.fingerprint
     config.seq_len = 64
     longer = prepare(config, progress=False)
-    assert (
-        longer.parts[0].cache.folder == first.parts[0].cache.folder
-        and longer.fingerprint != first.fingerprint
-    )
+    assert longer.parts[0].cache.folder == first.parts[0].cache.folder
+    assert longer.fingerprint != first.fingerprint
     copy = Path(config.source).with_name("copy.jsonl")
     copy.write_bytes(Path(config.source).read_bytes())
     config.source, config.seq_len = str(copy), 32

@@ -41,9 +41,8 @@ def test_a_corpus_is_hashed_once(settled, hashed, write_jsonl, texts, tokenizer_
     assert sorted(hashed) == sorted([str(source), str(val)])
     hashed.clear()
     config.seq_len = 16
-    assert (
-        prepare(config, progress=False).parts[0].cache.folder == first.parts[0].cache.folder and hashed == []
-    )
+    assert prepare(config, progress=False).parts[0].cache.folder == first.parts[0].cache.folder
+    assert hashed == []
 
 
 def test_a_file_that_changed_is_hashed_again(settled, hashed, tmp_path: Path):

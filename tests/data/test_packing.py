@@ -114,10 +114,8 @@ def test_the_first_sequences_are_like_the_others(config):
 
 def test_the_packing_identifies_the_data_and_not_the_cache(config):
     packed, blocks = (prepare(replace(config, packing=p), progress=False) for p in ("documents", "blocks"))
-    assert (
-        packed.fingerprint != blocks.fingerprint
-        and packed.parts[0].cache.folder == blocks.parts[0].cache.folder
-    )
+    assert packed.fingerprint != blocks.fingerprint
+    assert packed.parts[0].cache.folder == blocks.parts[0].cache.folder
     assert type(blocks.train) is PackedDataset
 
 

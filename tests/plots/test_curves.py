@@ -194,10 +194,8 @@ def test_the_runs_that_are_drawn(tmp_path, capsys):
     with pytest.raises(UserError, match=r"runs has several studies: name one, lingpt curves .*/study-a"):
         find_runs([], root)
     alone = write_run(root / "demo-ours", "ours", 1.0, losses)
-    assert (
-        find_runs([], root) == [alone]
-        and f"not drawn: the runs of {root}/study-a, " in capsys.readouterr().err
-    )
+    assert find_runs([], root) == [alone]
+    assert f"not drawn: the runs of {root}/study-a, " in capsys.readouterr().err
     assert find_runs([alone, root / "study-b", tmp_path / "x"]) == [alone, other, tmp_path / "x"]
 
 
