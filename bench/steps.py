@@ -28,14 +28,7 @@ from torch import nn
 
 from lingpt.bench.environment import warn_if_shared
 from lingpt.bench.results import Session, chosen
-from lingpt.bench.step_results import (
-    DENSE_IDENTITY,
-    IDENTITIES,
-    OUTPUT_GATE,
-    SHORT_CONV,
-    Results,
-    Row,
-)
+from lingpt.bench.step_results import DENSE_IDENTITY, IDENTITIES, OUTPUT_GATE, SHORT_CONV, Results, Row
 from lingpt.common.errors import UserError
 from lingpt.data import Batch, DataConfig
 from lingpt.models import ALIASES, ATTENTIONS, GPT, MODELS, ModelArgs

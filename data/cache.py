@@ -21,13 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import (
-    new_folder,
-    others_can_write,
-    read_json_object,
-    remove_partial,
-    write_errors,
-)
+from lingpt.common.files import new_folder, others_can_write, read_json_object, remove_partial, write_errors
 from lingpt.common.format import counted
 from lingpt.common.locks import file_lock
 from lingpt.data.corpus import Corpus, Document, Split, hash_of

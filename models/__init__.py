@@ -1,13 +1,7 @@
 """Language models: GPT-NeoX (Pythia) and Llama's shape, with a choice of attention."""
 
 from lingpt.models.architecture import MODELS
-from lingpt.models.attention import (
-    ALIASES,
-    ATTENTIONS,
-    Attention,
-    attention_form,
-    parse_form,
-)
+from lingpt.models.attention import ALIASES, ATTENTIONS, Attention, attention_form, parse_form
 from lingpt.models.checkpoint import (
     check_sizes,
     check_source,

@@ -25,13 +25,7 @@ from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 from lingpt.models.init import set_weight
 from lingpt.models.model_folder import read_pickled_tensors, read_tensors, write_model_folder
-from lingpt.models.shards import (
-    is_sharded,
-    read_sharded_weights,
-    read_shards,
-    shards_metadata,
-    write_index,
-)
+from lingpt.models.shards import is_sharded, read_sharded_weights, read_shards, shards_metadata, write_index
 
 _ATTENTION = "lingpt.attention"  # key in the metadata of the weights
 _LITGPT_WEIGHTS = "lit_model.pth"

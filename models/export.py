@@ -62,8 +62,7 @@ def export_hf(
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left"}
         write_text(folder / TOKENIZER, text)
         write_json(
-            folder / TOKENIZER_CONFIG,
-            names | settings | {"model_max_length": model.config.block_size},
+            folder / TOKENIZER_CONFIG, names | settings | {"model_max_length": model.config.block_size}
         )
 
 

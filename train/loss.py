@@ -75,9 +75,7 @@ class NextTokenLoss(nn.Module):
             return cross_entropy_sum(hidden_BNC, weight_VC, targets_BN, chunk_loss=self.chunk_loss)
 
 
-def inputs_and_targets(
-    batch: torch.Tensor | Batch,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def inputs_and_targets(batch: torch.Tensor | Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Token ids and targets `[B, N]`, and the borders of packed documents."""
     return (batch[:, :-1], batch[:, 1:], None) if isinstance(batch, torch.Tensor) else batch
 

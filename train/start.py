@@ -23,13 +23,7 @@ from lingpt.train.planning.memory_fit import check_machine, fits_here, out_of_me
 from lingpt.train.planning.plan import format_plan
 from lingpt.train.runs import checkpoint
 from lingpt.train.runs.environment import record_start
-from lingpt.train.runs.resume import (
-    check_init_from,
-    check_resume,
-    give_back_name,
-    refusal,
-    resume_or_create,
-)
+from lingpt.train.runs.resume import check_init_from, check_resume, give_back_name, refusal, resume_or_create
 from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.signals import stop_signals
 

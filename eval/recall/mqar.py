@@ -19,14 +19,7 @@ from torch.nn import functional as F
 
 from lingpt.common.devices import device_name
 from lingpt.common.errors import UserError
-from lingpt.models import (
-    ATTENTIONS,
-    GPT,
-    Config,
-    ModelArgs,
-    attention_form,
-    parse_form,
-)
+from lingpt.models import ATTENTIONS, GPT, Config, ModelArgs, attention_form, parse_form
 from lingpt.models.weight_decay import parameter_groups
 
 POWER = 0.01  # Zoology's exponent of the gaps

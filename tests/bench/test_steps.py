@@ -318,10 +318,7 @@ def test_shapes_and_mistakes(tmp_path: Path, capsys, monkeypatch):
             "--tokens_per_step 64 is not a multiple of the length 48",
         ),
         (["--redraw", "--out", str(tmp_path)], "run `lingpt bench train` first"),
-        (
-            ["--tokens_per_step", "-64"],
-            "tokens_per_step is -64; it must be a whole number from 1 to",
-        ),
+        (["--tokens_per_step", "-64"], "tokens_per_step is -64; it must be a whole number from 1 to"),
         (["--seq_lens", "64", "0"], "it must be a list, each a whole number from 1 to"),
         (["--micro_batch_tokens", "-1"], "micro_batch_tokens is -1; it must be"),
         (["--rounds", "0"], "rounds is 0; it must be"),

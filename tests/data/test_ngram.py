@@ -22,11 +22,7 @@ def dataset(write_jsonl, texts, tokenizer_path, tmp_path: Path):
 
 def slow_model(train: list[int], vocab: int):
     """p(w|v) by counting in Python."""
-    pairs, contexts, unigram = (
-        Counter(pairwise(train)),
-        Counter(train[:-1]),
-        Counter(train),
-    )
+    pairs, contexts, unigram = (Counter(pairwise(train)), Counter(train[:-1]), Counter(train))
     once, twice = (sum(c == n for c in pairs.values()) for n in (1, 2))
     discount = once / (once + 2 * twice)
     followers = Counter(v for v, _ in pairs)

@@ -133,11 +133,7 @@ def test_another_column_or_split_is_another_corpus(tmp_path: Path, monkeypatch):
         ({"text": [None, None]}, "text", " has null in its column 'text', not text"),
         ({"text": ["a"] * 1500 + [None]}, "text", ", row 1501 has a null text"),
         ({"a": [{"b": "x"}, None]}, "a.b", ", row 2 has a null text: every row must have a string 'a.b'"),
-        (
-            {"text": pa.array([b"a", b"\xff"]).view(pa.string())},
-            "text",
-            ", row 2 is not UTF-8",
-        ),
+        ({"text": pa.array([b"a", b"\xff"]).view(pa.string())}, "text", ", row 2 is not UTF-8"),
     ],
 )
 def test_a_fault_of_a_column_is_one_line(tmp_path: Path, columns, key, message):

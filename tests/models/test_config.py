@@ -112,10 +112,7 @@ def test_config_survives_json():
         ({"intermediate_size": -1}, "intermediate_size is -1; it must be"),
         ({"vocab_size": 0}, "vocab_size is 0; it must be"),
         ({"padding_multiple": 0}, "padding_multiple is 0; it must be"),
-        (
-            {"rotary_percentage": 1.5},
-            "rotary_percentage is 1.5; it must be a number above 0 and at most 1",
-        ),
+        ({"rotary_percentage": 1.5}, "rotary_percentage is 1.5; it must be a number above 0 and at most 1"),
         ({"rotary_percentage": float("nan")}, "rotary_percentage is nan; it must be"),
         ({"rotary_percentage": 0.01}, "rotates 0 dimensions"),
         ({"rotary_percentage": 0.05}, "rotates 3 dimensions: choose one that gives an even number"),

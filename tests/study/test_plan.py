@@ -55,13 +55,7 @@ def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
         return found and float(found[1]) * {"s": 1 / 60, "min": 1, "h": 60}[found[2]]
 
     both = minutes()
-    trial = {
-        "attention": "softmax",
-        "width": 64,
-        "pairs": 4,
-        "rate": 0.001,
-        "steps": 2000,
-    }
+    trial = {"attention": "softmax", "width": 64, "pairs": 4, "rate": 0.001, "steps": 2000}
     trial |= {"batch_size": 256, "vocabulary": 8192, "heads": 2, "layers": 2, "seed": 0}
     trial |= {"accuracy": 0.5, "accuracy_stderr": 0.1, "parameters": 1, "curve": [[250, 0.5]]}
     trial |= {"trained_steps": 250, "seconds": 1.0}

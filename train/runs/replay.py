@@ -114,12 +114,7 @@ def _checkpoint_before(run: Path, step: int) -> Path:
 
 
 def _not_as_trained(
-    run: Path,
-    step: int,
-    checkpoint: Path,
-    kernels: dict[str, str],
-    device: torch.device,
-    teacher: str | None,
+    run: Path, step: int, checkpoint: Path, kernels: dict[str, str], device: torch.device, teacher: str | None
 ) -> list[str]:
     """A line on why the numbers may differ from those in training; none if they do not."""
     why = []

@@ -29,14 +29,7 @@ from lingpt.common.run_folder import (
     valid_checkpoints,
 )
 from lingpt.models import GPT, Config, check_sizes, load_weights, read_model_config
-from lingpt.train.config import (
-    DATA_PATHS,
-    MAY_CHANGE,
-    Recipe,
-    differences,
-    recipe_from_dict,
-    with_defaults,
-)
+from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict, with_defaults
 from lingpt.train.console import print_rank0
 from lingpt.train.model import config_of
 from lingpt.train.report import diverged_message

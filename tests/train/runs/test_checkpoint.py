@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import (
-    checkpoint_step,
-    read_manifest,
-    read_metrics,
-    valid_checkpoints,
-)
+from lingpt.common.run_folder import checkpoint_step, read_manifest, read_metrics, valid_checkpoints
 from lingpt.models import load_model
 from lingpt.train import loop, train
 from lingpt.train.runs import checkpoint
