@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import json
 import lzma
 import os
 import re
@@ -14,12 +13,6 @@ from pyarrow import parquet
 
 from lingpt.common.errors import UserError
 from lingpt.data.files import files_corpus, find_files
-
-COMPRESS = {"a.jsonl.xz": lzma.compress, "a.jsonl.gz": gzip.compress, "a.gz": gzip.compress, "a.jsonl": bytes}
-
-
-def rows(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts).encode()
 
 
 def test_paths_folders_and_globs(write_jsonl, tmp_path: Path):
@@ -38,19 +31,19 @@ def test_paths_folders_and_globs(write_jsonl, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("given", "name", "line"),
+    ("given", "compress", "name", "line"),
     [
-        ("a.jsonl", "b.gz", "is no .gz file"),
-        ("a.jsonl.xz", "b.zst", "is no .zst file"),
-        ("a.jsonl.gz", "b.jsonl", "is compressed: add .gz to its name"),
-        ("a.gz", "b", "is compressed: add .gz to its name"),
+        ("a.jsonl", bytes, "b.gz", "is no .gz file"),
+        ("a.jsonl.xz", lzma.compress, "b.zst", "is no .zst file"),
+        ("a.jsonl.gz", gzip.compress, "b.jsonl", "is compressed: add .gz to its name"),
+        ("a.gz", gzip.compress, "b", "is compressed: add .gz to its name"),
     ],
 )
-def test_a_wrong_suffix_is_refused_whether_or_not_its_bytes_are_cached(tmp_path: Path, given, name, line):
+def test_a_wrong_suffix_is_refused_whether_or_not_its_bytes_are_cached(tmp_path, given, compress, name, line):
     """Guards: a file that could not be read, and could once the same bytes under another name had been
     tokenised."""
     for path in (tmp_path / given, tmp_path / name):
-        path.write_bytes(COMPRESS[given](rows(["rain", "snow"])))
+        path.write_bytes(compress(b'{"text": "rain"}\n{"text": "snow"}\n'))
     assert [d.text for d in files_corpus(str(tmp_path / given)).train.read()] == ["rain", "snow"]
     with pytest.raises(UserError, match=re.escape(f"{tmp_path / name} {line}")):
         files_corpus(str(tmp_path / name))

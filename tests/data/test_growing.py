@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.data import BatchSampler, DataConfig, growing, prepare, stream
+from lingpt.data import BatchSampler, DataConfig, Dataset, growing, prepare, stream
 from lingpt.data.cache import TokenCache
 
 
@@ -26,6 +26,15 @@ def config(write_jsonl, texts, tokenizer_path, tmp_path: Path, monkeypatch) -> D
         "cache_dir": str(tmp_path / "cache"),
     }
     return DataConfig(str(write_jsonl(texts(300))), tokenizer_path, 32, stream=True, **paths)
+
+
+@pytest.fixture
+def whole(config, monkeypatch) -> Dataset:
+    """The text tokenised, in small record batches; what is streamed then starts no process."""
+    monkeypatch.setattr(stream, "ROWS", 512)
+    monkeypatch.setattr(growing, "ROWS", 512)
+    monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
+    return prepare(replace(config, stream=False), progress=False)
 
 
 @pytest.mark.slow
@@ -77,19 +86,13 @@ class Dead:
         return self.alive
 
 
-def test_what_is_written_is_read_and_what_a_killed_process_left_is_not_taken_for_whole(config, monkeypatch):
+def test_what_is_written_is_read_and_what_a_killed_process_left_is_not_taken_for_whole(whole):
     """Record batches that are there in full, each checked against its checksum and once; a length is not
     known, nor whether the last token has a next one."""
-    monkeypatch.setattr(stream, "ROWS", 512)
-    monkeypatch.setattr(growing, "ROWS", 512)
-    whole = prepare(replace(config, stream=False), progress=False)
     tokens, folder = whole.train.stream(0, 10**9), whole.parts[0].cache.folder
     content = (folder / "train.arrow").read_bytes()
-    left = folder.with_name(f".{folder.name}.0000.partial")
-    folder.rename(left)
-    dataset = growing.GrowingDataset.__new__(growing.GrowingDataset)
-    monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
-    dataset.__init__(folder, 32, lambda: TokenCache(folder).blocks("train", 32), None, [])
+    left = folder.rename(folder.with_name(f".{folder.name}.0000.partial"))
+    dataset = growing.GrowingDataset(folder, 32, lambda: TokenCache(folder).blocks("train", 32), None, [])
     process = dataset._process = Dead(True)
     dataset._errors, errors = Pipe(duplex=False)
     errors.close()  # as the end of a killed process is
@@ -112,15 +115,11 @@ def test_what_is_written_is_read_and_what_a_killed_process_left_is_not_taken_for
     shutil.rmtree(left)
 
 
-def test_two_threads_that_wait_map_a_record_batch_once(config, monkeypatch):
+def test_two_threads_that_wait_map_a_record_batch_once(whole, monkeypatch):
     """Guards: tokens twice, and all later ones at other places: the step counts its targets while the next
     ones are read ahead, and both wait for the same window."""
-    monkeypatch.setattr(stream, "ROWS", 512)
-    monkeypatch.setattr(growing, "ROWS", 512)
-    whole = prepare(replace(config, stream=False), progress=False)
     tokens, folder = whole.train.stream(0, 10**9), whole.parts[0].cache.folder
     folder.rename(folder.with_name(f".{folder.name}.0000.partial"))
-    monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
     dataset = growing.GrowingDataset(folder, 32, None, None, [])
     dataset._process = Dead(True)
 
@@ -135,15 +134,11 @@ def test_two_threads_that_wait_map_a_record_batch_once(config, monkeypatch):
     assert all(x.tolist() == tokens[: 512 * 8].tolist() for x in found)
 
 
-def test_another_thread_may_read_while_the_finished_entry_is_taken(config, monkeypatch):
+def test_another_thread_may_read_while_the_finished_entry_is_taken(whole, monkeypatch):
     """Guards: an AttributeError that ends a run at the moment when its text is tokenised. Here the other one
     reads what is there whenever a part of the dataset has been replaced."""
-    monkeypatch.setattr(stream, "ROWS", 512)
-    monkeypatch.setattr(growing, "ROWS", 512)
-    whole = prepare(replace(config, stream=False), progress=False)
     tokens, folder = whole.train.stream(0, 10**9), whole.parts[0].cache.folder
     partial = folder.rename(folder.with_name(f".{folder.name}.0000.partial"))
-    monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
     dataset = growing.GrowingDataset(folder, 32, lambda: TokenCache(folder).blocks("train", 32), None, [])
     dataset._process = SimpleNamespace(is_alive=lambda: not partial.rename(folder))  # it has just ended
     assert dataset.stream(0, 64).tolist() == tokens[:64].tolist()
