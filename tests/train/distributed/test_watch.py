@@ -523,6 +523,7 @@ def test_where_a_launch_fails_the_processes_that_it_started_end():
         launcher = SimpleNamespace(procs=[child], num_processes=2)
         with pytest.raises(UserError), Watch().launched_by(launcher):
             raise UserError("the port is taken")
+        assert "LINGPT_MAIN_PID" not in os.environ, "whose later processes would take it for their parent"
         assert child.wait(timeout=30) == -signal.SIGKILL
 
 
