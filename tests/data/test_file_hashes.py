@@ -85,7 +85,9 @@ def test_a_file_dated_in_the_future_is_hashed_once(settled, hashed, tmp_path: Pa
     assert len(hashed) == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"PATH": 3}', '{"PATH": [1, 2, 3, 4]}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"PATH": 3}', '{"PATH": [1]}', '{"PATH": [1, 2, 3, 4]}', b"\xff\xfe"]
+)
 def test_a_damaged_memory_is_none(settled, hashed, tmp_path: Path, content):
     path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
     path.write_bytes(b"one")
