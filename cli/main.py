@@ -26,7 +26,7 @@ from typing import Any
 
 from lingpt.common import arguments
 from lingpt.common.errors import INTERRUPTED, Interrupted, UserError, nearest
-from lingpt.common.files import DISK_ERRORS, FULL_DISK, disk_fix
+from lingpt.common.files import DISK_ERRORS, FULL_DISK, discard, disk_fix
 from lingpt.common.install import install_command, installed_version
 from lingpt.common.local_rank import local_rank
 from lingpt.common.parent import STOP_SIGNALS, end_with_parent, signals_to
@@ -115,7 +115,7 @@ def _flush() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout.fileno())
         raise
 
 
@@ -213,7 +213,7 @@ def _complain(message: str) -> None:
         try:
             print(f"lingpt: {message}", file=sys.stderr, flush=True)
         except OSError:  # a terminal that is gone: what is left would fail at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            discard(sys.stderr.fileno())
 
 
 if __name__ == "__main__":

@@ -163,6 +163,13 @@ def disk_fix(error: OSError, path: Path | str) -> str:
     return f"check the disk of {path}"
 
 
+def discard(descriptor: int) -> None:
+    """Redirects a file descriptor to /dev/null: what is written to it from now on is dropped."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
 @contextlib.contextmanager
 def write_errors(path: Path, fix: str = "free some space, or choose another place") -> Iterator[None]:
     """Turns an OSError in writing `path` (a full or failing disk) into a UserError that ends with `fix`."""

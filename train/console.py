@@ -1,6 +1,5 @@
 """Printing during a run."""
 
-import os
 import shutil
 import sys
 import threading
@@ -9,6 +8,8 @@ from typing import Any, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 from tqdm import tqdm
+
+from lingpt.common.files import discard
 
 T = TypeVar("T")
 # tqdm's own lock starts a process when the first line is printed.
@@ -25,13 +26,6 @@ def print_rank0(message: str) -> None:
         sys.stdout.flush()
     except OSError:  # the reader is gone (a closed terminal, `| head`): no reason to end a run
         discard(sys.stdout.fileno())
-
-
-def discard(stream: int) -> None:
-    """Redirects a file descriptor to /dev/null."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream)
-    os.close(nowhere)
 
 
 def progress_bar(iterable: Iterable[T] | None = None, **options: Any) -> tqdm:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+from lingpt.common.files import discard
 from lingpt.common.parent import STOP_SIGNALS, signals_to
-from lingpt.train.console import discard, print_rank0
+from lingpt.train.console import print_rank0
 
 SAME_REQUEST = 1.0  # seconds: a launcher forwards a signal that the terminal has already sent to all
 
