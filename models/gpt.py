@@ -127,6 +127,12 @@ class TiedHead(nn.Module):
         return F.linear(x_BNC, self.weight)
 
 
+def linear_flops(module: nn.Module) -> int:
+    """FLOPs per token, forward, of the linear layers in `module`: 2 per weight."""
+    layers = (m for m in module.modules() if isinstance(m, nn.Linear | TiedHead))
+    return sum(2 * layer.weight.numel() for layer in layers)
+
+
 def make_norm(config: Config) -> nn.LayerNorm | nn.RMSNorm:
     """A norm of the residual stream."""
     norm = nn.RMSNorm if config.norm_class_name == "RMSNorm" else nn.LayerNorm
@@ -429,6 +435,4 @@ class GPT(ComputedBuffers):
         Matrix products only: 2 per weight of a linear layer (including `lm_head`; the embedding is a
         look-up), and what each layer's attention declares, of causal attention only the causal half.
         """
-        layers = (m for m in self.modules() if isinstance(m, nn.Linear | TiedHead))
-        linear = sum(2 * layer.weight.numel() for layer in layers)
-        return 3 * (linear + sum(block.attn.flops_per_token(seq_len) for block in self.blocks))
+        return 3 * (linear_flops(self) + sum(block.attn.flops_per_token(seq_len) for block in self.blocks))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import find_model_folder
 from lingpt.models import GPT, read_model_config
+from lingpt.models.gpt import linear_flops
 from lingpt.train.config import Recipe
 
 STATED_MFU = 0.4  # for estimates of how long a run takes
@@ -111,9 +111,7 @@ def flops_per_token(gpt: GPT, recipe: Recipe, length: int | None = None) -> int:
         return gpt.flops_per_token(length) + teacher.flops_per_token(length) // 3
     # Of the model only its attentions, and of the teacher all but the head.
     attentions = [block.attn for block in gpt.blocks]
-    linear = (part for attention in attentions for part in attention.modules() if isinstance(part, nn.Linear))
-    own = sum(2 * layer.weight.numel() for layer in linear)
-    own += sum(attention.flops_per_token(length) for attention in attentions)
+    own = sum(linear_flops(attention) + attention.flops_per_token(length) for attention in attentions)
     return 3 * own + teacher.flops_per_token(length) // 3 - 2 * teacher.lm_head.weight.numel()
 
 
