@@ -98,9 +98,8 @@ def _compile(options: Options) -> None:
 
     from lingpt.common.devices import available_cores
 
-    specs, here = _specs(), _here()
-    listed = here in {arch for _, arch in specs}
-    cells = _of_archs(specs, options.arch or ((here,) if here and listed else ()))
+    specs = _specs()
+    cells = _of_archs(specs, options.arch or tuple({arch for _, arch in specs} & {_here()}))
     with ThreadPoolExecutor(available_cores()) as pool:  # the compiler releases the GIL
         compiled = pool.map(lambda cell: cell[0].compile(cell[1]), cells)
         modules = list(tqdm(compiled, total=len(cells), desc="compile", disable=None))

@@ -63,8 +63,8 @@ def _student_options(run: Path, given: Set[str]) -> list[str]:
     alone, with the student's length, batch and rate."""
     recipe = recipe_from_dict(read_config(run))
     values, t = flatten(Recipe, recipe.to_dict()), recipe.train
-    tokens = None if t.max_steps else t.max_tokens
-    tokens = tokens or recipe.total_steps * recipe.tokens_per_step
+    # Of both lengths, `max_steps` counts.
+    tokens = (not t.max_steps and t.max_tokens) or recipe.total_steps * recipe.tokens_per_step
     for key in ("train.global_batch_size", "train.micro_batch_size"):
         values[key] = max(1, values[key] // BATCH_DIVISOR)
     rate = values["train.learning_rate"]
