@@ -39,12 +39,6 @@ def narrow(x: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.isnan(x), 0x7FFF, single >> 16).astype(np.uint16)
 
 
-def nearest_tf32(x: np.ndarray) -> np.ndarray:
-    """fp32, rounded to the nearest number in TF32, halves away from zero."""
-    bits = (x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
-    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), bits)
-
-
 # Shared forms of instructions
 
 
@@ -326,9 +320,6 @@ ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 @builds("cvt")
 def _cvt(m: Machine, code: Instruction) -> Operation:
-    if code.opcode == "cvt.rna.tf32.f32":
-        x = m.source(code.operands[1], F32)
-        return computed(m.register(code.operands[0], U32), lambda: nearest_tf32(x))
     to, source = (p for p in code.parts if p in DTYPES)
     modifiers = [p for p in code.parts[1:] if p not in (to, source, "ftz")]
     if to in ("f16x2", "bf16x2") and modifiers == ["rn"]:

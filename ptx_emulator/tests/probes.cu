@@ -61,8 +61,6 @@ extern "C" __global__ void floats(const float* a, const float* b, float* out) {
   out[9 * T + i] = __uint_as_float(pair), out[10 * T + i] = __uint_as_float(pair & 0xffff0000u);
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(y));
   out[11 * T + i] = __uint_as_float(pair);
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(pair) : "f"(x));
-  out[12 * T + i] = __uint_as_float(pair);
 }
 // Lanes diverge, for different times, and converge again at the shuffle.
 extern "C" __global__ void branches(int* out) {

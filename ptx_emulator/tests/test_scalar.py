@@ -41,7 +41,7 @@ def test_floats(launch) -> None:
     """Guards: one rounding, in the right direction; NaN; conversions, to 16 bits as PyTorch makes them."""
     x, y = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)) * 10
     x[0], y[1], x[2], x[3] = float("nan"), float("nan"), 70000.0, -1 - 2.0**-11
-    out = torch.zeros(13, 64)
+    out = torch.zeros(12, 64)
     launch("floats", x, y, out, threads=64)
     exact = x.double() * y.double() + np.float32(1 / 3)
     torch.testing.assert_close(out[0], exact.float(), rtol=0, atol=0, equal_nan=True)
@@ -58,8 +58,6 @@ def test_floats(launch) -> None:
         pairs = out[n].view(dtype).view(64, 2)
         for column, value in ((0, y), (1, x)):
             torch.testing.assert_close(pairs[:, column], value.to(dtype), rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(out[12], x, rtol=2.0**-11, atol=0, equal_nan=True)
-    assert out[12, 3] == -1 - 2.0**-10 and not (out[12, 1:].view(torch.int32) & 0x1FFF).any()
 
 
 def test_sums_in_fp64(launch) -> None:

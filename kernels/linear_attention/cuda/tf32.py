@@ -46,7 +46,8 @@ POINTERS = Fields(dict.fromkeys((*_TENSORS, "states", "decays", "initial", "fina
 LAYOUT = Fields(
     _strides(_TENSORS)
     | {f"{name}_value": "f" for name in _NUMBERS}
-    | dict.fromkeys(("N", "H", "segment_len", "transposed", "decays_first", "divide", "sub_segments"), "i")
+    | dict.fromkeys(("N", "H", "segment_len", "transposed", "decays_first", "divide", "rows_in_tf32"), "i")
+    | {"sub_segments": "i"}
 )
 # The same of struct Tf32RowParams.
 ROW_POINTERS = Fields(dict.fromkeys(("x", "y", "norm", "factor", "dot", "g", "inverse_g"), "P"))
@@ -100,7 +101,7 @@ class Build:
     @functools.cached_property
     def blocks(self) -> int:
         """Of a scan, that a multiprocessor runs at once."""
-        by_registers = 2**16 // (self.threads * (self.D // 2 + 76))
+        by_registers = 2**16 // (self.threads * (self.D // 2 + 76))  # D // 2 of them hold the state
         by_memory = 1024 * (most_shared(self.arch) + 1) // (self.shared[0] + 1024)
         return max(1, min(6, by_registers, by_memory))
 
@@ -217,9 +218,15 @@ class Launch(NamedTuple):
 class Plan:
     """Launches on arrays of one shape [B, N, H, D], and their memory, the base "scratch"."""
 
-    def __init__(self, device: torch.device, shape: tuple[int, int, int, int], products: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        shape: tuple[int, int, int, int],
+        products: int,
+        rows_in_tf32: bool = False,  # whether all rows have numbers that TF32 holds
+    ) -> None:
         arch, processors = card(device)
-        self.device, self.shape = device, shape
+        self.device, self.shape, self.rows_in_tf32 = device, shape, rows_in_tf32
         self.build = build = build_for(arch, shape[3], products)
         B, N, H, _ = shape
         slots = processors * build.blocks
@@ -353,7 +360,7 @@ class Sums:
                 values[f"{name}_{part}_value"] = value
                 arrays[f"{name}_{part}"] = x and self._in_order(x)
         values |= dict(N=N, H=H, segment_len=self.plan.segment_len, sub_segments=self.plan.sub_segments)
-        values["decays_first"] = not self.reverse
+        values |= dict(decays_first=not self.reverse, rows_in_tf32=self.plan.rows_in_tf32)
         return Arguments.of(POINTERS, LAYOUT, arrays, **values)
 
     def _in_order(self, x: Array, after: bool = False) -> Array:

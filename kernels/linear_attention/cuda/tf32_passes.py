@@ -50,6 +50,7 @@ class _Layout(NamedTuple):
     device: torch.device
     shape: tuple[int, int, int, int]
     products: int  # as in Build
+    rows_in_tf32: bool  # as in Plan
     strides: tuple[tuple[str, tuple[int, int, int]], ...]  # of the tensors, by name
     a: float | None  # None: a tensor, like b
     b: float | None
@@ -84,6 +85,7 @@ class _Tensors(dict[str, Tensor]):
             call.device,
             call.shape,
             _products(call),
+            call.dtype != torch.float32 and call.cos is None,
             tuple([(name, _token_strides(x)) for name, x in self.items()]),
             a=None if isinstance(a, Tensor) else a,
             b=None if isinstance(b, Tensor) else b,
@@ -117,7 +119,7 @@ class _Planned(Plan):
     """
 
     def __init__(self, layout: _Layout, *, first: bool) -> None:
-        super().__init__(layout.device, layout.shape, layout.products)
+        super().__init__(layout.device, layout.shape, layout.products, layout.rows_in_tf32)
         B, N, H, _ = layout.shape
         self.arrays = {name: Array(name, strides) for name, strides in layout.strides}
         self.stats = [Array("stats", (H * N, 1, N), 4 * i * B * H * N) for i in range(3)]  # as in Outputs

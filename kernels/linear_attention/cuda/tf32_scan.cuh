@@ -56,18 +56,18 @@ struct Tf32Params {
   int transposed;    // whether the states are
   int decays_first;  // whether the first token decays the state before it
   int divide;        // y by y_last
+  int rows_in_tf32;  // whether all of a and b are
   int sub_segments;  // of a segment; STATES has a block for each
 };
 static_assert(sizeof(Tf32Params) == TF32_PARAMS_BYTES, "PARAMS of tf32.py");
 
 // N numbers of a fragment, each the sum of two in TF32; `hi` is the nearest, or x cut off. Left operands are rounded:
 // one of the two is enough for a lo·lo, which is left out, without a bias. Right ones are more, so only those of the
-// scores, and the scores themselves, are: `lo` is then half as large and of either sign. Of one
-// product `hi` is all there is. Then most operands, those with the state, are rounded by one multiplication: tensor cores
-// cut them off, by 0.72·2⁻¹¹ on average (of mantissas evenly distributed in their logarithm), so they are made larger by
-// that before. What is in TF32 stays as it is, and so does NaN.
+// scores, and the scores themselves, are: `lo` is then half as large and of either sign. Of one product `hi` is all
+// there is, and the most numerous operands are not rounded: the state, and rows multiplied with it or added to it. Tensor
+// cores cut them off, by 0.72·2⁻¹¹ on average (of mantissas evenly distributed in their logarithm): CORRECTION makes up for it.
 constexpr bool SPLIT = PRODUCTS == 3;
-constexpr float TRUNCATION_CORRECTION = 1.f + 0.72f / 2048;
+constexpr float CORRECTION = SPLIT ? 1.f : 1.f + 0.72f / 2048;
 template <int N, bool NEAREST = N == 4>
 struct Split {
   u32 hi[N], lo[N];
@@ -78,7 +78,7 @@ struct Split {
         hi[i] = (__float_as_uint(x[i]) + (NEAREST ? 0x1000 : 0)) & 0xffffe000u;
         lo[i] = __float_as_uint(x[i] - __uint_as_float(hi[i]));
       } else {
-        hi[i] = NEAREST ? nearest_tf32(x[i]) : __float_as_uint(x[i] * TRUNCATION_CORRECTION);
+        hi[i] = NEAREST ? nearest_tf32(x[i]) : __float_as_uint(x[i]);
       }
     }
   }
@@ -128,7 +128,9 @@ struct Tf32Scan {
   int warp, lane, g, t;
   float state[D / 8][4], R[2];  // Sᵀ, 8 columns each; R of the channels of its rows
   float count;                  // of the additional warp
-  double later_log = 0;         // Σ log decays of the later chunks, for STATES
+  // What is added to the state is times `row_correction`, the state `kept`, for itself and the rows multiplied with it.
+  const float row_correction = p.rows_in_tf32 ? 1.f : CORRECTION, kept = CORRECTION * row_correction;
+  double later_log = 0;  // Σ log decays of the later chunks, for STATES
 
   DEVICE Tf32Scan(const Tf32Params& params, Shared& memory) : p(params), shared(memory) { recompute_lane(); }
   // Called between the phases of a chunk, which then recompute their addresses: kept, they would spill.
@@ -146,11 +148,17 @@ struct Tf32Scan {
     constexpr int FOURS = COLUMNS / 4, STEPS = (CHUNK + STEP<COLUMNS> - 1) / STEP<COLUMNS>;
     const int column = tid % FOURS * 4, r = tid / FOURS;
     if (r >= STEP<COLUMNS>) return;
-#pragma unroll(FEW_REGISTERS && !STATES ? 1 : STEPS)
+#pragma unroll
     for (int n = 0; n < STEPS; n++) {
       const int row = r + n * STEP<COLUMNS>;
       if ((n + 1) * STEP<COLUMNS> <= CHUNK || row < CHUNK) use(row, column);
     }
+  }
+  // To the row that each_four uses next. Hidden from the compiler, which would keep all addresses in registers.
+  template <typename T>
+  static DEVICE void step_rows(T*& at, i64 step) {
+    at += step;
+    asm volatile("" : "+l"(at));
   }
   // This thread's first group of a tile in which row `row` is the first.
   template <int COLUMNS>
@@ -166,7 +174,7 @@ struct Tf32Scan {
     each_four<COLUMNS>([&](int r, int column) {
       const bool ok = row + r < end && (D % COLUMNS == 0 || channel + column < D);
       copy_async_16(to + (r * STRIDE + column) * 4, from, ok);
-      from += step;
+      step_rows(from, step);
     });
   }
   DEVICE void load(int row, int stage) const {
@@ -175,7 +183,6 @@ struct Tf32Scan {
     load<M>(shared.c[stage], C_ROWS, first, row);
     copy_async_commit();
   }
-
   // The numbers of the tokens, one a lane: read, all at once, a chunk before they are needed,
   DEVICE void fetch(int row, float (&x)[NUMBERS]) const {
     const int at = row + lane;
@@ -217,7 +224,8 @@ struct Tf32Scan {
       to.a[lane] = a, to.b[lane] = b, to.a_last[lane] = a_last, to.b_last[lane] = b_last, to.c_last[lane] = c_last;
       to.a_from_start[lane] = a * from_start, to.a_last_from_start[lane] = a_last * from_start;
     }
-    to.c[lane] = of(C_FACTOR), to.b_to_end[lane] = b * to_end, to.b_last_to_end[lane] = b_last * to_end;
+    to.c[lane] = of(C_FACTOR), to.b_last_to_end[lane] = b_last * to_end;
+    to.b_to_end[lane] = b * to_end * kept * row_correction;
     to.z_to_end[lane] = b * c_last * to_end;
     if (lane % 16 == 0) to.count[lane / 16] = sum;
     if (!STATES && lane % 16 == 0) to.change[lane / 16] = SPLIT ? expm1f(float(whole)) : expf(float(whole));
@@ -464,7 +472,7 @@ struct Tf32Scan {
       auto bits = [&](float y) { return __float_as_uint(y * scale); };
       if (row + r < end && (D % M == 0 || first + column < D))
         st_global_v4(to, make_uint4(bits(x.x), bits(x.y), bits(x.z), bits(x.w)));
-      to += step;
+      step_rows(to, step);
     });
   }
 
@@ -495,6 +503,10 @@ struct Tf32Scan {
       }
     }
   }
+  DEVICE void scale_state(float factor) {
+#pragma unroll
+    for (int n = 0; n < D / 8 * 4; n++) state[n / 4][n % 4] *= factor;
+  }
   template <bool ADDITIONAL>
   DEVICE void load_state(float* S) {
 #pragma unroll
@@ -504,12 +516,14 @@ struct Tf32Scan {
       for (int k = lane; k < D; k += 32) shared.Z[k] = 0.f;
     if (!S) return;
     each_of_state<ADDITIONAL>(S, [](float& s, float& from) { s = from; });
+    scale_state(kept);
     count = __shfl_sync(FULL_WARP, count, 0);
 #pragma unroll
     for (int i = 0; i < 2; i++) R[i] = __shfl_sync(FULL_WARP, R[i], lane / 4 * 4);
   }
   template <bool ADDITIONAL>
   DEVICE void store_state(float* S) {
+    scale_state(1 / kept);
     if (!ADDITIONAL || blockIdx.x == 0) each_of_state<ADDITIONAL>(S, [](float& s, float& to) { to = s; });
   }
 

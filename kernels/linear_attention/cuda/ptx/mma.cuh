@@ -29,10 +29,17 @@ DEVICE void mma_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The nearest number in TF32; NaN stays NaN.
+// What tensor cores, which cut x off, take as the nearest number in TF32; ∞ and NaN stay what they are. Two instructions,
+// where cvt.rna.tf32.f32 takes three.
 DEVICE u32 nearest_tf32(float x) {
-  u32 y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  u32 y = __float_as_uint(x);
+  asm("{\n"
+      ".reg .pred finite;\n"
+      "setp.lt.f32 finite, %1, 0f7F800000;\n"
+      "@finite add.u32 %0, %0, 4096;\n"
+      "}"
+      : "+r"(y)
+      : "f"(fabsf(x)));
   return y;
 }
 
