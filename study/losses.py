@@ -33,7 +33,8 @@ class RowLosses:
         standard deviation (None for one seed).
     less: baseline → the difference to its mean, and the standard error (None if one of them has one seed).
     loss_at_equal_time: when the fastest row is done; None before the row's first validation.
-    train_time, tokens_per_second, mfu: of the runs on the cards named in `hardware`; time in seconds.
+    train_time, tokens_per_second, mfu, peak_memory: of the runs on the cards named in `hardware`; in seconds,
+        and bytes of a card.
     """
 
     row: str
@@ -49,6 +50,7 @@ class RowLosses:
     train_time: float
     tokens_per_second: float | None
     mfu: float | None
+    peak_memory: int | None
     hardware: str | None
     less: dict[str, tuple[float, float | None]] = field(default_factory=dict)
 
@@ -110,6 +112,7 @@ def _row_losses(runs: Sequence[StudyRun], curve: Curve, equal_time: float) -> Ro
         train_time=float(times[-1]),
         tokens_per_second=_median(lines, "tokens_per_second"),
         mfu=_median(lines, "mfu"),
+        peak_memory=max((line["peak_memory"] for line in lines if "peak_memory" in line), default=None),
         hardware=cards,
     )
 
@@ -144,7 +147,13 @@ def _loss_table(rows: Sequence[RowLosses], equal_time: float, timed: bool) -> Ta
             "its learning-rate schedule and the others are not. Training: without start-up, compilation, "
             "validation and checkpoints."
         )
-    return Table("", head, [_cells(row, compared, timed) for row in rows], notes)
+    cells = [_cells(row, compared, timed) for row in rows]
+    if any(row.peak_memory for row in rows):
+        head.append("Memory")
+        for row, line in zip(rows, cells, strict=True):
+            line.append(f"{row.peak_memory / 1e9:.1f} GB" if row.peak_memory else DASH)
+        notes.append("Memory: the most that a card had allocated in training.")
+    return Table("", head, cells, notes)
 
 
 def _cells(row: RowLosses, compared: Sequence[str], timed: bool) -> list[str]:

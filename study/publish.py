@@ -80,8 +80,9 @@ def _has_loss(line: dict[str, Any]) -> bool:
 
 def _mean_line(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     middle = lines[len(lines) // 2]
-    digits = {"step": None, "tokens": None, "train_time": 3, "tokens_per_second": None, "mfu": 4}
-    kept = {key: round(middle[key], n) for key, n in digits.items() if middle.get(key) is not None}
+    keys = "step", "tokens", "train_time", "tokens_per_second", "mfu", "peak_memory"
+    digits = {"train_time": 3, "mfu": 4}
+    kept = {key: round(middle[key], digits.get(key)) for key in keys if middle.get(key) is not None}
     return {"kind": "train", **kept, "loss": round(fmean(line["loss"] for line in lines), 4)}
 
 

@@ -285,10 +285,11 @@ def test_rows_that_are_trained_alike_are_two_rows(here):
     edit_metrics(
         "softmax-seed0",
         '7.0, "tokens_per_second": 128.0, "mfu": null',
-        '7.0, "tokens_per_second": 1.0, "mfu": 0.4',
+        '7.0, "tokens_per_second": 1.0, "peak_memory": 2500000000, "mfu": 0.4',
     )
     page = page_of_the_study()
     rows = rows_of_summary()
+    assert [row["peak_memory"] for row in rows] == [2.5e9, None] and "| 2.5 GB |" in page
     assert (rows[0]["tokens_per_second"], rows[0]["mfu"]) == (128.0, 0.4) and "| 128      | 40.0 % |" in page
     assert [row["row"] for row in rows] == ["softmax", "again"] and rows[1]["tokens_per_second"] is None
 

@@ -87,7 +87,8 @@ def test_metrics_are_thinned_to_what_a_figure_shows(tmp_path):
     steps, loss = np.arange(1, 1921), np.random.default_rng(0).normal(0, 0.1, 1920)
     loss += 3 + 7 * np.exp(-steps / 300)
     every = [
-        {"kind": "train", "step": step, "tokens": 9 * step, "train_time": 0.53 * step, "loss": x, "mfu": 0.31}
+        {"kind": "train", "step": step, "tokens": 9 * step, "train_time": 0.53 * step, "loss": x}
+        | {"mfu": 0.31, "peak_memory": 10**9}
         for step, x in zip(steps.tolist(), loss.tolist(), strict=True)
     ]
     others = [
