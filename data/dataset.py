@@ -172,6 +172,12 @@ class Dataset:
         each = [f"{part.corpus.name} {read:.3g} times" for part, read in zip(self.parts, reads, strict=True)]
         return f"the text repeats: this run reads {', '.join(each)}"
 
+    def close(self) -> None:
+        """Ends the waiting for samples of text that is not tokenised yet, in whichever thread."""
+        for part in self.parts:
+            if isinstance(part.train, GrowingDataset):
+                part.train.close()
+
 
 def _sums(records: list[dict[str, Any]], one_val: bool) -> dict[str, Any]:
     """The counts of a mixture. one_val: of a `val_source`, on which all sources are validated."""

@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,6 +50,7 @@ class GrowingDataset(PackedDataset):
         self._whole = self._repeats = False
         self._said: str | None = None  # the line of the process that has failed
         self._maps = threading.Lock()  # the thread that reads ahead waits, too
+        self._closed = threading.Event()
         self._work, self._arguments = work, arguments
         if not folder.exists():
             self._start()
@@ -73,7 +75,7 @@ class GrowingDataset(PackedDataset):
     def sample(self, numbers: np.ndarray, seed: int) -> np.ndarray:
         """The blocks of the training samples `numbers`, int64, counted from 0 over all epochs."""
         size = max(1, WINDOW // self.seq_len)  # blocks of a window
-        self._wait_for((int(numbers.max(initial=0)) // size + 1) * size)
+        self._wait_for((int(numbers.max(initial=0)) // size + 1) * size, sampling=True)
         total = max(1, self.stream_length - 1) // self.seq_len if self._whole else sys.maxsize
         epoch, index = np.divmod(numbers, total)
         if epoch.any() and not self._repeats:
@@ -93,7 +95,11 @@ class GrowingDataset(PackedDataset):
         self._wait_for(stop // self.seq_len + 1)
         return super().stream(start, stop)
 
-    def _wait_for(self, blocks: int) -> None:
+    def close(self) -> None:
+        """No sample is waited for any more: whoever does gets a CancelledError."""
+        self._closed.set()
+
+    def _wait_for(self, blocks: int, sampling: bool = False) -> None:
         """Returns when so many blocks can be read, or all of the stream."""
         while not self._whole and max(0, self.stream_length - 1) // self.seq_len < blocks:
             with self._maps:
@@ -107,6 +113,8 @@ class GrowingDataset(PackedDataset):
                 self._map_more()
             if not self._process.is_alive() and not self.path.parent.exists():
                 raise UserError(f"the process that tokenises has ended ({self._fault()}): start again")
+            if sampling and self._closed.is_set():
+                raise CancelledError
             time.sleep(POLL)
 
     def _fault(self) -> str:

@@ -321,6 +321,7 @@ class Run:
         """Closes the trackers and the process group, and frees the memory of model and optimizer."""
         self.parallel.on_rank_zero(self.trackers.close)
         self.profiler.close()
+        self.dataset.close()  # what is read ahead may wait for text
         self.micro_batches.close()
         del self.model, self.gpt, self.loss, self.optimizer
         gc.collect()

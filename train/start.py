@@ -120,6 +120,7 @@ def _train(recipe: Recipe) -> Path:
                     finished = run.train(stop)
                     run.close()
             except BaseException:
+                dataset.close()  # else the thread that reads ahead may wait for text, and the exit for it
                 if parallel.rank == 0 and not lock.is_lost:
                     give_back_name(recipe.run_folder)
                 raise

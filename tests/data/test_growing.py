@@ -3,7 +3,7 @@
 import shutil
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -164,6 +164,20 @@ def test_two_threads_that_wait_are_told_the_same(config, monkeypatch):
     for wait in (lambda: len(dataset), lambda: dataset.sample(np.arange(8), 0)):
         with pytest.raises(UserError, match=r"has ended \(line 301 has no text\): start again"):
             wait()
+
+
+def test_no_sample_is_waited_for_once_it_is_closed(config, monkeypatch):
+    """Guards: the end of a run that reads ahead, or a Ctrl-C, which took until the next window was there."""
+    monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: None)
+    dataset = prepare(config, progress=False)
+    process = dataset.train._process = Dead(True)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(dataset.train.sample, np.arange(8), 0)
+        dataset.close()
+        try:
+            assert isinstance(waiting.exception(timeout=20), CancelledError)
+        finally:
+            process.alive = False
 
 
 @pytest.mark.slow

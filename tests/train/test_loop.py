@@ -9,9 +9,11 @@ import shutil
 import signal
 import time
 import weakref
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,13 +171,15 @@ def test_a_mixture_resumes_bit_for_bit_and_reports_each_validation(make_recipe, 
 def test_a_stream_that_is_stopped_and_resumed_is_the_undisturbed_run(make_recipe, monkeypatch, tmp_path):
     """Of `--data.stream`, bit for bit: the parts train on tokens still being written, and the process
     that writes them ends between; the other run's process writes all. It is forked, as a fresh Python
-    takes seconds, and knows nothing of what is patched here."""
+    takes seconds, and knows nothing of what is patched here. The run ends although what it reads ahead is
+    not written."""
     parent, all_of_it, flush = os.getpid(), tmp_path / "all", stream.StreamWriter._flush
 
     def flush_and_wait(self):
         flush(self)
-        waits = os.getpid() != parent and self.path.name == "train.arrow" and len(self.checksums) == 8
-        while waits and not all_of_it.exists():
+        waits = os.getpid() != parent and self.path.name == "train.arrow" and len(self.checksums) == 4
+        until = time.monotonic() + 60 * waits
+        while time.monotonic() < until and not all_of_it.exists():
             time.sleep(0.01)
 
     def recipe(name: str):
@@ -205,6 +209,26 @@ def test_a_stream_that_is_stopped_and_resumed_is_the_undisturbed_run(make_recipe
     assert without_clock(whole) == without_clock(parts)
     for name, tensor in weights(whole, 6).items():
         assert torch.equal(tensor, weights(parts, 6)[name]), name
+
+
+def test_an_interrupted_run_waits_for_no_text(make_recipe, monkeypatch):
+    """Guards: an exit, after the second Ctrl-C, that took until a window of `--data.stream` was there."""
+    process, reading = SimpleNamespace(is_alive=lambda: True), []
+
+    def interrupted(run):
+        reading.append(run.micro_batches._thread.submit(run.batches.get, 0, [0]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(growing.GrowingDataset, "_start", lambda self: setattr(self, "_process", process))
+    monkeypatch.setattr(loop.Run, "warm_up", interrupted)
+    recipe = make_recipe()
+    recipe.data = replace(recipe.data, stream=True, cache_dir=recipe.train.out_dir)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe)
+    try:
+        assert isinstance(reading[0].exception(timeout=20), CancelledError)
+    finally:
+        process.is_alive = lambda: False
 
 
 @pytest.mark.slow
