@@ -4,6 +4,7 @@ The order of samples must not depend on how much has been tokenised: blocks are 
 stream, one after another, each in a random order of its own. A sample waits until its window is whole.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,12 @@ import numpy as np
 from lingpt.common.errors import UserError, one_line
 from lingpt.common.files import PARTIAL
 from lingpt.common.local_rank import local_rank
-from lingpt.common.parent import end_with_parent, ends_with_this_process
+from lingpt.common.parent import (
+    STOP_SIGNALS,
+    end_with_parent,
+    ends_with_this_process,
+    signals_wait_in_children,
+)
 from lingpt.data.stream import CHECKSUM, ROWS, PackedDataset, permute
 
 WINDOW = 1 << 25  # tokens
@@ -60,9 +66,11 @@ class GrowingDataset(PackedDataset):
         self._errors, errors = context.Pipe(duplex=False)
         arguments = (errors, self._work, self._arguments)
         self._process = context.Process(target=_in_child, args=arguments, daemon=True)
+        resource_tracker.ensure_running()  # else `start` does it, which unblocks signals
         os.environ.update(environment := ends_with_this_process())
         try:
-            self._process.start()
+            with signals_wait_in_children():
+                self._process.start()
         finally:
             for name in environment:
                 os.environ.pop(name, None)
@@ -155,11 +163,13 @@ class GrowingDataset(PackedDataset):
 
 
 def _in_child(errors: Connection, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """`work`, which ends with the parent. Ctrl-C is the parent's to take."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """`work`, which ends with the parent. What else asks all processes to stop is the parent's to take."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes what is half-written
     end_with_parent()
     try:
         work(*arguments)
     except Exception as error:
-        errors.send(one_line(error, 1000))
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+            errors.send(one_line(error, 1000))

@@ -1,11 +1,13 @@
 """`--data.stream`: the same samples whether or not the text has been tokenised yet."""
 
+import os
 import shutil
+import signal
 import time
 import zlib
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,8 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.common.files import new_folder
+from lingpt.common.parent import STOP_SIGNALS
 from lingpt.data import BatchSampler, DataConfig, Dataset, growing, prepare, stream
 from lingpt.data.cache import TokenCache
 
@@ -42,7 +46,7 @@ def test_samples_are_those_of_the_finished_cache(config, monkeypatch):
     """Before, while and after the text is tokenised, and over the end of the first epoch; each block once an
     epoch, those of the first window before others. The second start tokenises nothing."""
     first = prepare(config, progress=False)
-    assert first.describe()["train"] == {} and not first.parts[0].cache.folder.exists()
+    assert first.describe()["train"] == {}
     batches = BatchSampler(first.train, 5, 8)
     early = batches.get(0, range(8))
     n = len(first.train)
@@ -178,6 +182,45 @@ def test_no_sample_is_waited_for_once_it_is_closed(config, monkeypatch):
             assert isinstance(waiting.exception(timeout=20), CancelledError)
         finally:
             process.alive = False
+
+
+@pytest.mark.slow
+def test_what_asks_the_run_to_stop_leaves_its_process_alone(tmp_path: Path):
+    """Also while that one starts. Guards: its traceback at Ctrl-C, and a run that ends with "killed, perhaps
+    for its memory" in place of a checkpoint."""
+    dataset = growing.GrowingDataset(tmp_path / "entry", 32, None, time.sleep, [0.5])
+    for number in STOP_SIGNALS:
+        if number != signal.SIGTERM:
+            os.kill(dataset._process.pid, number)
+    dataset._process.join()
+    assert dataset._process.exitcode == 0
+
+
+def test_a_fault_that_nobody_waits_for_is_no_error(capfd):
+    """Guards: a traceback of the other process, BrokenPipeError, after the run."""
+    read, errors = Pipe(duplex=False)
+    read.close()
+    process = get_context("fork").Process(target=growing._in_child, args=(errors, int, ["x"]))
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and capfd.readouterr().err == ""
+
+
+def test_its_process_removes_what_is_half_written_at_the_run_s_end(tmp_path: Path):
+    """SIGTERM, from the run's exit or for its death, ends it as an exception does."""
+    read, send = Pipe(duplex=False)
+
+    def work() -> None:
+        with new_folder(tmp_path / "entry"):
+            send.send("begun")
+            time.sleep(60)
+
+    process = get_context("fork").Process(target=growing._in_child, args=(send, work, []))
+    process.start()
+    assert read.recv() == "begun"
+    process.terminate()
+    process.join()
+    assert process.exitcode == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
