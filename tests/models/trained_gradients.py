@@ -34,6 +34,7 @@ from lingpt.train import loop
 
 OURS, SDPA = ours.linear_attention_qkv, F.scaled_dot_product_attention
 Attend = Callable[..., torch.Tensor]
+Compare = Callable[[GPT, torch.Tensor], dict[str, Any]]
 
 
 def exact_ours(qkv: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -130,7 +131,7 @@ def compare(gpt: GPT, block: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def measure(argv: list[str]) -> dict[str, Any]:
+def measure(argv: list[str], compare: Compare) -> dict[str, Any]:
     """Trains with `lingpt train *argv`, then compares on the batch that would have been next."""
     train, found = loop.Run.train, {}
 
@@ -149,7 +150,9 @@ def measure(argv: list[str]) -> dict[str, Any]:
     return found
 
 
-def record(model: str, seq_len: int, steps: int, attentions: list[str], folder: Path) -> dict[str, Any]:
+def record(
+    model: str, seq_len: int, steps: int, attentions: list[str], folder: Path, compare: Compare = compare
+) -> dict[str, Any]:
     sizes = {
         "--config": model, "--model.block_size": seq_len, "--data.seq_len": seq_len,
         "--data.source": "embedded", "--data.tokenizer": "null", "--train.out_dir": folder,
@@ -161,7 +164,7 @@ def record(model: str, seq_len: int, steps: int, attentions: list[str], folder: 
     options = [str(word) for pair in sizes.items() for word in pair]
     rows = {}
     for name in attentions:
-        rows[name] = measure([*options, "--model.attention", name, "--train.name", name])
+        rows[name] = measure([*options, "--model.attention", name, "--train.name", name], compare)
         rows[name]["loss"] = read_metrics(folder / name)[-1]["loss"]
     return {
         "date": date.today().isoformat(),
