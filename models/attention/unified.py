@@ -1,10 +1,11 @@
 """`unified`: named recurrences S_t = diag(a_t) S_{t−1} + k_t v_tᵀ, y_t = S_tᵀ q_t, on one operator
-(kernels/unified_linear_attention.py). `form` selects the decay a_t, the input's scale and what normalises y.
+(kernels/unified_linear_attention.py). `form` selects the decay a_t, the input's scale and what normalises y;
+`dfw` also decays the channels of v, S_{t−1} diag(b_t).
 
 Each is the recurrence of its paper in the same layer, so that losses differ by the recurrence alone:
 Pythia's projections, q scaled by 1/√D, y normalised per head behind an output gate (`linear` and
 `linear-softplus` have their own normaliser and no gate). Rotary embeddings only where the paper has them.
-Decays that a head's channels share are copied to each for the CUDA kernels.
+Decays that a head's channels share are copied to each for the CUDA kernels; that of `dfw` is the one in fp32.
 """
 
 import math
@@ -41,10 +42,10 @@ class Form:
 
     decay, source: in words and where from, for docs/methods.md. start: (H, D) → the initial bias of the
     gates, of shape [gates, H] or [gates, H, D] per channel. gates: (z, k, bias) → k and the log decays
-    [B, N, H] or [B, N, H, D]; z = x W of the shape of the bias, in fp32, without it. scales_k: whether
-    `gates` scale k. constant: whether the decay is RetNet's, a constant of each head. normalise: y is divided
-    by |q·n_t|, n_t = a_t n_{t−1} + k_t, by at least 1 (`mlstm`), or by q·n_t, which needs positive features
-    (`linear`).
+    [B, N, H] or [B, N, H, D], with `right` [B, N, 2, H, D], of k's and of v's channels; z = x W of the shape
+    of the bias, in fp32, without it. scales_k: whether `gates` scale k. constant: whether the decay is
+    RetNet's, a constant of each head. normalise: y is divided by |q·n_t|, n_t = a_t n_{t−1} + k_t, by at
+    least 1 (`mlstm`), or by q·n_t, which needs positive features (`linear`).
     """
 
     decay: str
@@ -55,6 +56,7 @@ class Form:
     scales_k: bool = False
     rope: bool = False
     constant: bool = False
+    right: bool = False
     normalise: Literal["none", "sum", "at least 1"] = "none"
 
 
@@ -131,6 +133,9 @@ FORMS = {
     "gateloop": Form("σ(x W) per channel, real where the paper has complex ones",
                      "GateLoop, arXiv 2311.01927", _per_channel,
                      gates=lambda z, k, bias: (k, F.logsigmoid((z + bias).squeeze(-3)))),
+    "dfw": Form("σ(x W) per channel of the key, and σ(x W′) per channel of the value",
+                "Mao, arXiv 2210.04243", lambda H, D: _per_channel(H, D).repeat(2, 1, 1),
+                gates=lambda z, k, bias: (k, F.logsigmoid(z + bias)), right=True),
 }  # fmt: skip
 
 
@@ -175,7 +180,8 @@ class UnifiedAttention(QKVAttention):
         cls, config: Architecture, device: torch.device, dtype: torch.dtype, *, form: str, **_: Any
     ) -> str:
         Dv = config.head_size + (FORMS[form].normalise != "none")
-        return choose("auto", torch.empty(1, 2, 1, config.head_size, device=device, dtype=dtype), Dv)
+        q = torch.empty(1, 2, 1, config.head_size, device=device, dtype=dtype)
+        return choose("auto", q, Dv, FORMS[form].right)
 
     def recurrence(
         self,
@@ -184,8 +190,9 @@ class UnifiedAttention(QKVAttention):
         sin_NR: Tensor,
         state: RecurrentState | None,
         cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k and v `[B, N, H, D]`, and the log decays `[B, N, H]` or `[B, N, H, D]` in fp32 (float64)."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k and v `[B, N, H, D]`, the log decays `[B, N, H]` or `[B, N, H, D]` in fp32 (float64), and
+        those of v's channels, if there are any."""
         H, G = self.config.n_head, self.config.n_query_groups
         rows = apply_short_conv(self.qkv(x_BNC), self.conv, state, cu_seqlens, silu=True)
         q, k, v = self.split_heads(rows)
@@ -193,17 +200,19 @@ class UnifiedAttention(QKVAttention):
             q, k = apply_rope(q, cos_NR, sin_NR), apply_rope(k, cos_NR, sin_NR)
         q, k = self.form.features(q), self.form.features(k)
         k, v = (t.repeat_interleave(H // G, dim=2) for t in (k, v))
-        left = x_BNC.new_zeros(*x_BNC.shape[:2], H, dtype=state_dtype(x_BNC.dtype))
+        left, right = x_BNC.new_zeros(*x_BNC.shape[:2], H, dtype=state_dtype(x_BNC.dtype)), None
         if self.decay_proj is not None and self.form.gates is not None:
             assert self.decay_bias is not None
             z = self.decay_proj(x_BNC).to(left.dtype).unflatten(-1, (-1, *self.gate_shape[1:]))
             k, left = self.form.gates(z, k, self.decay_bias.view(self.gate_shape).to(left.dtype))
+            if self.form.right:
+                left, right = left.unbind(-3)
         elif self.log_decay is not None:
             left = left + self.log_decay
         if cu_seqlens is not None:  # nothing before a document's first token has weight
             first = first_tokens(cu_seqlens, *x_BNC.shape[:2])
             left = left.masked_fill(first.view(*first.shape, *[1] * (left.dim() - 2)), -math.inf)
-        return q / math.sqrt(q.shape[-1]), k.to(q.dtype), v, left
+        return q / math.sqrt(q.shape[-1]), k.to(q.dtype), v, left, right
 
     def forward(
         self,
@@ -216,11 +225,11 @@ class UnifiedAttention(QKVAttention):
     ) -> Tensor:
         """`[B, N, C]` → the same; `state.value`: `[B, H, D, D]` in fp32, `[B, H, D, D + 1]` with a
         normaliser."""
-        q, k, v, left = self.recurrence(x_BNC, cos_NR, sin_NR, state, cu_seqlens)
+        q, k, v, left, right = self.recurrence(x_BNC, cos_NR, sin_NR, state, cu_seqlens)
         if self.form.normalise != "none":
             v = F.pad(v, (0, 1), value=1.0)
         before = None if state is None else state.value
-        y, after = unified_linear_attention_with_state(q, k, v, left, initial_state=before)
+        y, after = unified_linear_attention_with_state(q, k, v, left, right, initial_state=before)
         if state is not None:
             state.value = after
         if self.form.normalise != "none":
@@ -238,6 +247,8 @@ class UnifiedAttention(QKVAttention):
         width, projected = self.config.qkv_sizes[0], sum(self.config.qkv_sizes)
         decays = 0 if self.decay_bias is None else self.decay_bias.numel()
         saved = 4 * width + 2 * (2 * decays + 2 * self.config.n_head)
+        if self.form.right:  # its kernel keeps them in fp32
+            saved += 4 * width
         if self.form.features is not _identity:  # what q and k are computed from
             saved += sum(self.config.qkv_sizes[:2])
         elif self.form.scales_k:

@@ -6,29 +6,31 @@ import math
 import pytest
 import torch
 
-from lingpt.models.attention.unified import FORMS
+from lingpt.kernels import channel_decay_operator
+from lingpt.models.attention.unified import FORMS, UnifiedAttention
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_its_recurrence(small, form):
-    """S_t = diag(a_t) S_{t−1} + k_t v_tᵀ, y_t = S_tᵀ q_t, with the form's normaliser, in float64."""
+    """S_t = diag(a_t) S_{t−1} diag(b_t) + k_t v_tᵀ, y_t = S_tᵀ q_t, and the form's normaliser, in float64."""
     model = small("unified", form=form, short_conv=True).double()
     layer, x = model.blocks[0].attn, torch.randn(2, 40, 64, dtype=torch.float64)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     tables = model.cos[:40].double(), model.sin[:40].double()
-    q, k, v, left = layer.recurrence(x, *tables, None, None)
+    q, k, v, left, right = layer.recurrence(x, *tables, None, None)
     a = left.exp() if left.dim() == 4 else left.exp().unsqueeze(-1)
+    b = torch.ones_like(v) if right is None else right.exp()
     S, n, rows = torch.zeros(2, 4, 16, 16).double(), torch.zeros(2, 4, 16).double(), []
     for t in range(40):
-        S = a[:, t, :, :, None] * S + k[:, t, :, :, None] * v[:, t, :, None]
+        S = a[:, t, :, :, None] * S * b[:, t, :, None] + k[:, t, :, :, None] * v[:, t, :, None]
         n = a[:, t] * n + k[:, t]
         y, total = (q[:, t, :, None] @ S)[:, :, 0], (q[:, t] * n).sum(-1, keepdim=True)
         divisor = {"none": 1.0, "sum": total, "at least 1": total.abs().clamp(min=1)}
         rows.append(y / divisor[FORMS[form].normalise])
     expected = layer.gate_and_project(torch.stack(rows, 1), x)
     torch.testing.assert_close(layer(x, *tables), expected)
-    assert (left <= 0).all()
+    assert (a <= 1).all() and (b <= 1).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -68,11 +70,12 @@ def test_gates_of_an_input():
         "hgrn2": (1 - f, f),
         "rwkv6": (k, (-f / (1 - f)).exp()),
         "gateloop": (k, f),
+        "dfw": (k, (z + bias).sigmoid()[..., None]),
     }
     assert expected.keys() == {name for name, form in FORMS.items() if form.gates}
     for name, found in expected.items():
-        form, per_channel = FORMS[name], found[1].dim() == 3
-        gates, start = (z, bias) if name == "mlstm" else (z[:, :1], bias if name == "mamba2" else bias[:1])
+        form, per_channel, both = FORMS[name], found[1].dim() > 2, name in ("mlstm", "dfw")
+        gates, start = (z, bias) if both else (z[:, :1], bias if name == "mamba2" else bias[:1])
         got = (
             form.gates(gates[..., None], k, start[..., None]) if per_channel else form.gates(gates, k, start)
         )
@@ -81,8 +84,9 @@ def test_gates_of_an_input():
 
 def gates(small, form):
     layer = small("unified", form=form).blocks[0].attn
-    _, k, _, left = layer.recurrence(torch.zeros(1, 1, 64), torch.ones(1, 4), torch.zeros(1, 4), None, None)
-    return k[0, 0], left[0, 0]
+    x, *tables = torch.zeros(1, 1, 64), torch.ones(1, 4), torch.zeros(1, 4)
+    _, k, _, *decays = layer.recurrence(x, *tables, None, None)
+    return k[0, 0], *(decay[0, 0] for decay in decays if decay is not None)
 
 
 def test_initial_decays(small):
@@ -99,4 +103,15 @@ def test_initial_decays(small):
     torch.testing.assert_close(gates(small, "mlstm")[1][-1].exp(), torch.tensor(6.0).sigmoid())
     for form in ("linear", "linear-softplus", "linear-unnormalised", "linear-identity"):
         assert not gates(small, form)[1].any()
-    assert math.isclose(gates(small, "gateloop")[1][0, -1].exp().item(), 1 - 2**-10, rel_tol=1e-5)
+    for form in ("gateloop", "dfw"):
+        for decay in gates(small, form)[1:]:
+            assert math.isclose(decay[0, -1].exp().item(), 1 - 2**-10, rel_tol=1e-5)
+
+
+def test_a_right_decay_is_not_of_the_kernels_on_tensor_cores(small, monkeypatch):
+    """Guards: a run's record and a warning that know nothing of the kernel that it trains with."""
+    monkeypatch.setattr(channel_decay_operator, "unsupported_reason", lambda q, Dv: None)
+    config, cpu = small("unified").config, torch.device("cpu")
+    kernels = {form: UnifiedAttention.kernel_name(config, cpu, torch.bfloat16, form=form) for form in FORMS}
+    # On a CPU, what tensor cores do not compute is PyTorch's.
+    assert {name for name, kernel in kernels.items() if kernel != "cuda"} == {"dfw"}
