@@ -20,5 +20,6 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    text, mark, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
-    PAGE.write_text(text + mark + table(), encoding="utf-8")
+    before, mark, rest = PAGE.read_text(encoding="utf-8").partition(MARK)
+    _, _, after = rest.partition("\n\n")
+    PAGE.write_text(before + mark + table() + "\n" + after, encoding="utf-8")

@@ -125,7 +125,8 @@ FORMS = {
                    scales_k=True),
     "mlstm": Form("σ(f_t) per head; exp(i_t) k_t, i_t below 15; y_t / max(|q_t·n_t|, 1)",
                   "xLSTM, arXiv 2405.04517", _mlstm, _mlstm_gates, scales_k=True, normalise="at least 1"),
-    "hgrn2": Form("f_t = σ(x W) per channel; k_t = 1 − f_t, and the projection of k is not read",
+    "hgrn2": Form("f_t = σ(x W) per channel, without the lower bound γ; k_t = 1 − f_t, and the projection of "
+                  "k is not read",
                   "HGRN2, arXiv 2404.07904", _per_channel, _hgrn_gates, features=F.silu),
     "rwkv6": Form("exp(−exp(x W)) per channel, without the bonus of the present token",
                   "Eagle and Finch, arXiv 2404.05892", _rwkv,
