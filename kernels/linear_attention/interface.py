@@ -478,6 +478,7 @@ def _decay(
     per_token = (*like.shape[:2], like.shape[-2])
     if log_decay.shape not in (per_token[2:], per_token) or not log_decay.is_floating_point():
         shapes = f"[H = {per_token[2]}] or [B, N, H] = {list(per_token)}"
+        shapes += f", or with a=0 [B, N, H, D] = {list(like.shape)}" if like.ndim == 4 else ""
         got = f"{log_decay.dtype} {list(log_decay.shape)}"
         raise UserError(f"log_decay must be floating point {shapes}; got {got}")
     if log_decay.device != like.device:

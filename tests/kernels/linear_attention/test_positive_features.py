@@ -128,7 +128,7 @@ def test_packed_projections_are_refused():
 
 def test_a_decay_of_each_channel_of_packed_projections_is_what_is_refused():
     """Guards: the message for a = 0 where the decay is the mistake."""
-    with pytest.raises(UserError, match=r"log_decay must be floating point \[H = 3\] or \[B, N, H\]"):
+    with pytest.raises(UserError, match=r"log_decay must be .* \[H = 3\] or \[B, N, H\] = \S+ \S+ \S+; got"):
         linear_attention_qkv(
             torch.ones(B, N, 3, H, D), torch.ones(N, 4), torch.zeros(N, 4), log_decay=-torch.ones(B, N, H, D)
         )

@@ -289,7 +289,7 @@ def test_one_graph():
 @pytest.mark.parametrize(
     ("log_decay", "message"),
     [
-        (torch.zeros(B, 5, H + 1), r"\[B, N, H\] = \[2, 5, 3\]"),
+        (torch.zeros(B, 5, H + 1), r"\[B, N, H\] = \[2, 5, 3\], or with a=0 \[B, N, H, D\] = "),
         (torch.zeros(B, 4, H), r"\[B, N, H\] = \[2, 5, 3\]"),
         (torch.zeros(5, H), "log_decay must be"),
         (torch.zeros(B, 5, H, dtype=torch.int32), "floating point"),
