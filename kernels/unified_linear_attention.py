@@ -12,8 +12,8 @@ and with ←, the same over j ≥ i with exp(L_j − L_i), exp(R_j − R_i), the
     dq = f(dy, v, k; R, L, →)      dk = f(v, dy, q; R, L, ←)      dv = f(k, q, dy; L, R, ←)
     dL = q ⊙ dq − k ⊙ dk           dR = dy ⊙ y − v ⊙ dv           dl_t = Σ_{i≥t} dL_i,  dr_t = Σ_{i≥t} dR_i
 
-RetNet and lightning attention have one l per head, Mamba-2 and mLSTM one per token, GLA, HGRN-2 and gated
-retention one per channel. Implementations:
+RetNet and lightning attention have one l per head, Mamba-2, mLSTM and gated retention one per token, GLA and
+HGRN-2 one per channel, decaying fast weights also an r per channel. Implementations:
 
 - the definition, and the recurrence for decoding;
 - a chunkwise form in plain PyTorch, on any device, in fp32 (float64 for float64 inputs), memory O(N),
@@ -77,7 +77,7 @@ def unified_linear_attention(
         initial_state: [B, H, Dk, Dv], fp32 (float64 for float64 inputs): S before the first token; with
             `reverse`, after the last.
         cu_seqlens: int32 or int64 [sequences + 1]: borders of sequences packed into the B·N tokens, row after
-            row, as in `linear_attention`.
+            row, as in `linear_attention`; each row begins a sequence.
         chunk_size: tokens that the chunkwise form computes as one matrix product; a multiple of 16.
         backend: one of
             "reference"  the definition, quadratic, float64 inside;
