@@ -176,11 +176,12 @@ class Block(nn.Module):
 
 
 def _with_copied_state(
-    block: Callable, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any
+    block: Callable, state: Any, others: tuple[torch.Tensor | None, ...], *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, Any]:
-    """The block's output and the state after it; `state` is unchanged, as the block may run again."""
+    """`block(*inputs, state, *others)` and the state after it; `state` is unchanged, as the block may run
+    again."""
     after = copy.copy(state)
-    return block(x_BNC, cos_NR, sin_NR, after), after
+    return block(*inputs, after, *others), after
 
 
 def rope_tables(
@@ -300,47 +301,36 @@ class GPT(ComputedBuffers):
         continue each row's last document: so prompts of different lengths, padded on the left with anything,
         are one batch.
         """
-        if cu_seqlens is not None and state is not None and state.position:
-            raise UserError("the state has seen tokens, and packed documents begin anew: give a new state")
-        start = state.position if state is not None else 0
-        if state is None and self.context is not None:
-            start = self.context.rank * idx_BN.shape[1]
+        tokens = idx_BN.shape[1]
+        if state is not None:
+            if cu_seqlens is not None and state.position:
+                raise UserError(
+                    "the state has seen tokens, and packed documents begin anew: give a new state"
+                )
+            tables = self._rope(state.position, tokens)
+            state.check_step(*idx_BN.shape)
+            hidden_BNC = self.hidden_with_state(idx_BN, *tables, state.layers, cu_seqlens)
+            state.position += tokens
+            return hidden_BNC
+        carried = self.carried or DecodingState([None] * len(self.blocks), len(idx_BN))
+        if self.context is not None:
+            carried.position = self.context.rank * tokens
             if cu_seqlens is not None:
                 cu_seqlens = self.context.own_borders(cu_seqlens, *idx_BN.shape)
-        carried = None if state is not None else self.carried
-        if carried is not None:
-            start = carried.position
-        end = start + idx_BN.shape[1]
-        self.check_length(end)
-        if state is not None:
-            state.check_step(*idx_BN.shape)
-        cos_NR, sin_NR = self.cos[start:end], self.sin[start:end]
-        if end > self.max_seq_length:
-            cos_NR, sin_NR = rope_tables(self.config, self.cos.device, range(start, end))
-        if state is not None:
-            hidden_BNC = self.hidden_with_state(idx_BN, cos_NR, sin_NR, state.layers, cu_seqlens)
-            state.position = end
-            return hidden_BNC
+        tables = self._rope(carried.position, tokens)
         x_BNC, values_BNV = self.embed(idx_BN)
         recomputes = self.recompute_blocks and torch.is_grad_enabled()
         inputs = HostInputs() if recomputes and self.inputs_on_host else contextlib.nullcontext()
-        layers = [None] * len(self.blocks) if carried is None else carried.layers
-        for i, (block, before) in enumerate(zip(self.blocks, layers, strict=True)):
+        for i, (block, before) in enumerate(zip(self.blocks, carried.layers, strict=True)):
             # No argument of `checkpoint`, which would offload the values.
-            run: Any = partial(block, values_BNV=values_BNV)
-            if before is not None:
-                run = partial(_with_copied_state, run, state=before)
+            run: Any = partial(_with_copied_state, block, before, (cu_seqlens, values_BNV))
             if recomputes:  # no dropout, so there is no random state to keep
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
             with inputs:
-                if before is None:
-                    x_BNC = run(x_BNC, cos_NR, sin_NR, None, cu_seqlens)
-                else:
-                    x_BNC, layers[i] = run(x_BNC, cos_NR, sin_NR)
+                x_BNC, carried.layers[i] = run(x_BNC, *tables)
             if outputs is not None:
                 outputs.append(x_BNC)
-        if carried is not None:
-            carried.position = end
+        carried.position += tokens
         return self.transformer["ln_f"](x_BNC)
 
     def hidden_with_state(
@@ -365,6 +355,14 @@ class GPT(ComputedBuffers):
         if self.config.shared_values_width is None:
             return x_BNC, None
         return x_BNC, self.transformer["shared_values"](x_BNC)
+
+    def _rope(self, start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin `[N, R]` of so many tokens, the first of them at position `start`."""
+        end = start + tokens
+        self.check_length(end)
+        if end > self.max_seq_length:
+            return rope_tables(self.config, self.cos.device, range(start, end))
+        return self.cos[start:end], self.sin[start:end]
 
     def check_length(self, tokens: int) -> None:
         """Raises UserError for a sequence longer than the block size, the length of the rotary tables."""
