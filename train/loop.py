@@ -209,7 +209,7 @@ class Run:
             return
         began = time.perf_counter()
         if on_gpu and self.recipe.train.keep_checkpoints:
-            weights, _ = self.parallel.state(self.gpt, self.optimizer)
+            weights = self.gpt.state_dict()
             self.parallel.on_checkpoint_ranks(lambda: self.writer.reserve(weights, self.optimizer))
         with self.parallel.accumulate(self.model, enabled=False):
             first = segment_losses(self.model, self.gpt, self.micro_batch(0), self.recipe.train.segments)
@@ -277,8 +277,8 @@ class Run:
         if not t.keep_checkpoints:
             self.parallel.on_checkpoint_ranks(self.lock.check)
             return
-        weights, optimizer = self.parallel.state(self.gpt, self.optimizer)
-        state = {"optimizer": optimizer, "random": self.parallel.all_gather_object(checkpoint.random_state())}
+        weights, random = self.gpt.state_dict(), self.parallel.all_gather_object(checkpoint.random_state())
+        state = {"optimizer": self.optimizer.state_dict(), "random": random}
         manifest = {
             **asdict(self.progress),
             "val_loss": self.val_loss,

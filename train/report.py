@@ -82,8 +82,8 @@ def mixed_devices_message(devices: list[str]) -> str | None:
     names = sorted(set(devices))
     if len(names) == 1:
         return None
-    counted = ", ".join(f"{devices.count(name)} × {name}" for name in names)
-    return f"the devices differ ({counted}): every step waits for the slowest, and the MFU is not theirs"
+    kinds = ", ".join(f"{devices.count(name)} × {name}" for name in names)
+    return f"the devices differ ({kinds}): every step waits for the slowest, and the MFU is not theirs"
 
 
 def diverged_message(run: Path, step: int, skipped: int) -> str:

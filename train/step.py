@@ -47,7 +47,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     `lm_head`."""
     groups = parameter_groups(model, config.weight_decay)
     fused = all(p.is_cuda for group in groups for p in group["params"])
-    matrices = muon_matrices(model) if config.optimizer == "muon" else []
+    matrices = muon_matrices(model, config)
     by_muon = set(map(id, matrices))
     groups[0]["params"] = [p for p in groups[0]["params"] if id(p) not in by_muon]
     if config.attention_learning_rate is not None:
@@ -73,8 +73,10 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     return MuonAndAdamW(muon, adamw)
 
 
-def muon_matrices(model: nn.Module) -> list[torch.Tensor]:
-    """What Muon trains: the weights of linear layers but the head, those of them that are trained."""
+def muon_matrices(model: nn.Module, config: TrainConfig) -> list[torch.Tensor]:
+    """What Muon trains, if it does: the weights of linear layers but the head, those that are trained."""
+    if config.optimizer != "muon":
+        return []
     layers = (m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head")
     return [layer.weight for layer in layers if layer.weight.requires_grad]
 

@@ -2,8 +2,8 @@
 
 Every process runs the same loop and makes the same calls of `Parallel` and of the wrapped module, in the same
 order, because most of them wait for all other processes. Each process holds the whole model (DDP), or a part
-of it (FSDP2, train/distributed/sharding.py). Another strategy needs another `wrap`, `clip_gradients`, `state`
-and `load_optimizer`; the loop does not change.
+of it (FSDP2, train/distributed/sharding.py). Another strategy needs another `wrap`, `clip_gradients` and
+`load_optimizer`; the loop does not change.
 """
 
 import contextlib
@@ -277,10 +277,6 @@ class Parallel:
         """Clips gradients to the norm `max_norm` over all parameters; returns the norm before, a scalar."""
         norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-        """Weights and optimizer state: unsharded, for rank zero to write, or DTensors if sharded."""
-        return module.state_dict(), optimizer.state_dict()
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict, checkpoint: Path) -> None:
         """Sets the optimizer to the `state` of a checkpoint, written by any number of processes."""

@@ -59,8 +59,7 @@ def memory_needed(
 
 def moments(gpt: GPT, recipe: Recipe) -> int:
     """Numbers that the optimizer keeps: two per weight by AdamW, one by Muon."""
-    matrices = muon_matrices(gpt) if recipe.train.optimizer == "muon" else []
-    return 2 * gpt.num_parameters() - sum(matrix.numel() for matrix in matrices)
+    return 2 * gpt.num_parameters() - sum(matrix.numel() for matrix in muon_matrices(gpt, recipe.train))
 
 
 def checkpoint_bytes(gpt: GPT, recipe: Recipe) -> tuple[int, int]:

@@ -167,10 +167,9 @@ def _context(recipe: Recipe, gpt: GPT) -> str:
 
 def _pinned(gpt: GPT, recipe: Recipe, precision: str, machine: Machine) -> int:
     """Bytes of pinned memory for weights and moments, in each process that writes checkpoints."""
-    matrices = muon_matrices(gpt) if recipe.train.optimizer == "muon" else []
     all_bytes, muons = (
         pinned_bytes(p.to(torch.bfloat16) if precision == "bf16-true" else p for p in tensors)
-        for tensors in (gpt.parameters(), matrices)
+        for tensors in (gpt.parameters(), muon_matrices(gpt, recipe.train))
     )
     return (3 * all_bytes - muons) // machine.sharded_over
 
