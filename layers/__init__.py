@@ -143,14 +143,9 @@ class LinearAttention(AttentionLayer):
         norm_qk: bool = False,
         **options: Any,
     ) -> None:
-        sizes = {
-            "n_query_groups": num_kv_heads,
-            "head_size": head_dim,
-            "rope_base": rope_base,
-            "rotary_percentage": rotary_percentage,
-            "norm_qk": norm_qk,
-        }
-        super().__init__(_config(self.attention, hidden_size, num_heads, bias, sizes, options))
+        sizes: dict[str, Any] = {"n_embd": hidden_size, "n_head": num_heads, "n_query_groups": num_kv_heads}
+        sizes |= {"head_size": head_dim, "rope_base": rope_base, "rotary_percentage": rotary_percentage}
+        super().__init__(_config(self.attention, sizes | {"bias": bias, "norm_qk": norm_qk}, options))
 
 
 class GatedLinearAttention(LinearAttention):
@@ -197,30 +192,19 @@ class GLA(AttentionLayer):
         bias: bool = False,
         **options: Any,
     ) -> None:
-        sizes = {"gla_n_head": num_heads, "gla_expand_k": expand_k}
+        sizes: dict[str, Any] = {"n_embd": hidden_size, "n_head": num_heads, "bias": bias}
+        sizes |= {"gla_n_head": num_heads, "gla_expand_k": expand_k}
         sizes |= {"head_size": 2, "rotary_percentage": 1.0}  # not read: the least tables of RoPE
-        super().__init__(_config(self.attention, hidden_size, num_heads, bias, sizes, options))
+        super().__init__(_config(self.attention, sizes, options))
 
 
-def _config(
-    attention: str,
-    hidden_size: int,
-    num_heads: int,
-    bias: bool,
-    sizes: dict[str, Any],
-    options: dict[str, Any],
-) -> Config:
-    """Of one layer. sizes: its other fields; options: those that the caller has named, checked."""
-    args = ModelArgs(
-        name="layer", attention=attention, n_layer=1, n_embd=hidden_size, n_head=num_heads, bias=bias
-    )
+def _config(attention: str, sizes: dict[str, Any], options: dict[str, Any]) -> Config:
+    """Of one layer. sizes: its fields; options: those that the caller has named, checked."""
     known = ATTENTIONS[attention].options().keys() - sizes.keys()
     for name in options:
         if name not in known:
             raise UserError(f"{name} is not an option of the layer, which has {', '.join(sorted(known))}")
-    for name, value in (sizes | options).items():
-        setattr(args, name, value)
-    return args.config()
+    return ModelArgs("layer", attention, n_layer=1, **sizes, **options).config()
 
 
 __all__ = ["GLA", "AttentionLayer", "GatedLinearAttention", "LayerState", "LinearAttention"]
