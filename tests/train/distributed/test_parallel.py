@@ -24,6 +24,7 @@ from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.model import fill_shards, make_model
 from lingpt.train.planning.machine import choose_machine
+from lingpt.train.step import step_where_finite
 
 
 class Rank(Parallel):
@@ -124,14 +125,22 @@ def test_backward_is_of_the_mean(alone):
     assert weight.grad.item() == pytest.approx(3 / 4)
 
 
-def test_an_optimizer_steps_as_its_own_device_does(alone, tmp_path):
-    """Guards: the checkpoint's way to compute a step, of a GPU, taken to a CPU; its rate is taken."""
-    optimizer = torch.optim.AdamW([torch.zeros(2)], lr=0.1, fused=False)
-    of_a_gpu = optimizer.state_dict()
-    of_a_gpu["param_groups"][0] |= {"fused": True, "foreach": True, "lr": 0.5}
-    alone.load_optimizer(optimizer, of_a_gpu, tmp_path)
-    (group,) = optimizer.param_groups
-    assert (group["fused"], group["foreach"], group["lr"]) == (False, None, 0.5)
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_steps_as_its_own_device_does(alone, tmp_path, fused):
+    """Guards: the checkpoint's way to compute a step, of a GPU, taken to a CPU, and the reverse; its rate and
+    the number of its steps are taken."""
+    own, other = (torch.optim.AdamW([torch.ones(2)], lr=0.1, fused=f) for f in (fused, not fused))
+    for optimizer in (other, own):
+        (group,) = optimizer.param_groups
+        group["params"][0].grad = torch.ones(2)
+    other.step()
+    state = other.state_dict()
+    state["param_groups"][0] |= {"foreach": True, "lr": 0.5}
+    alone.load_optimizer(own, state, tmp_path)
+    (group,) = own.param_groups
+    assert (group["fused"], group["foreach"], group["lr"]) == (fused, None, 0.5)
+    step_where_finite(own, torch.ones(()))
+    assert own.state[group["params"][0]]["step"] == 2
 
 
 class TwoBiases(torch.autograd.Function):

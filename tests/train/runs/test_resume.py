@@ -23,10 +23,7 @@ from lingpt.common.run_folder import (
     write_manifest,
 )
 from lingpt.train import loop, report, train
-from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.planning.machine import choose_machine
 from lingpt.train.runs.resume import refusal
-from lingpt.train.step import step_where_finite
 
 
 def names(folder) -> list[str]:
@@ -459,16 +456,3 @@ def test_a_run_s_config_goes_on_however_it_was_started(make_recipe):
     folder = train(make_recipe(resume="never", profile=True))
     config = read_config(folder)["train"]
     assert (config["resume"], config["profile"]) == ("auto", False)
-
-
-def test_an_optimizer_goes_on_as_the_device_steps_it(make_recipe):
-    """Guards: a run begun on a CPU, which could not go on on a GPU: `fused` was the checkpoint's."""
-    parallel = Parallel(choose_machine(make_recipe(accelerator="cpu").train))
-    weight = torch.nn.Parameter(torch.ones(3))
-    plain, fused = (torch.optim.AdamW([weight], lr=0.1, fused=fused) for fused in (False, True))
-    weight.grad = torch.ones(3)
-    plain.step()
-    parallel.load_optimizer(fused, plain.state_dict(), Path())
-    assert fused.param_groups[0]["fused"] and not plain.param_groups[0]["fused"]
-    step_where_finite(fused, torch.ones(()))
-    assert fused.state[weight]["step"] == 2
