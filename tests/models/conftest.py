@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import litgpt
 import pytest
 import torch
 
@@ -19,6 +20,12 @@ def switched(name: str) -> dict[str, bool]:
     """The options of an attention that are switches, each turned to what is not its default."""
     options = ATTENTIONS[name].options().items()
     return {option: not o.default for option, o in options if isinstance(o.default, bool)}
+
+
+def litgpt_config(config: Config) -> litgpt.Config:
+    """LitGPT's configuration of the same model."""
+    fields = litgpt.Config.__dataclass_fields__
+    return litgpt.Config(**{key: value for key, value in config.to_dict().items() if key in fields})
 
 
 VARIANTS = {name: {"attention": name} for name in ATTENTIONS}

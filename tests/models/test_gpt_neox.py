@@ -118,13 +118,6 @@ def test_damaged_folders_are_one_line(small, tmp_path):
     config.write_text(json.dumps({"model_type": "gpt_neox"}))
     with pytest.raises(UserError, match="lacks 'max_position_embeddings'"):
         load_model(tmp_path)
-    config.write_text(json.dumps({"model_type": "gemma"}))
-    with pytest.raises(
-        UserError, match="holds a gemma model: LinGPT reads its own, LitGPT's, gpt_neox, llama"
-    ):
-        load_model(tmp_path)
-    with pytest.raises(UserError, match=r"no model in .*: there is no such folder"):
-        load_model(tmp_path / "nowhere")
 
 
 TEXT = "naïve 水 🙂\n\n\tdef f():\r\n  x = 1   <|endoftext|> the  end"
