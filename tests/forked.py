@@ -15,6 +15,7 @@ import os
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -104,6 +105,12 @@ def fork(
     process = _server().Process(target=_run, args=(target, args, argv, folder, dict(env), log))
     process.start()
     return Forked(process, folder, log)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def fork_script(code: str, *argv: str, folder: Path, env: Mapping[str, str]) -> Forked:

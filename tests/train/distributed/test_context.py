@@ -1,7 +1,6 @@
 """Pieces of sequences on several processes are the whole sequences: outputs, losses and every gradient."""
 
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.gated_linear_attention import gated_linear_attention
 from lingpt.kernels.linear_attention import linear_attention
 from lingpt.models import ATTENTIONS, GPT, ModelArgs
-from lingpt.tests.forked import fork_script
+from lingpt.tests.forked import fork_script, free_port
 from lingpt.train.distributed.context import apply, connect, own_piece
 from lingpt.train.loss import NextTokenLoss, cross_entropy_sum
 from lingpt.train.start import check_recipe
@@ -147,9 +146,7 @@ def check_rank(rank: int) -> None:
 
 @pytest.mark.slow
 def test_pieces_are_the_whole(tmp_path: Path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     code = f"import sys\nfrom {MODULE} import check_rank\ncheck_rank(int(sys.argv[1]))"
     started = [fork_script(code, str(rank), folder=tmp_path, env=env) for rank in range(RANKS)]
     outcomes = [process.end() for process in started]

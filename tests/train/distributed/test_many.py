@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import yaml
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import newest_checkpoint, read_metrics
 from lingpt.models import load_model, save_model
-from lingpt.tests.forked import fork_script
+from lingpt.tests.forked import fork_script, free_port
 from lingpt.train import Recipe, train
 
 # Each run in an environment of its own, as a launcher would make it for this process.
@@ -38,12 +37,6 @@ for env, argv in json.loads(sys.argv[1]):
     if code := main(["train", "--config", "recipe.yaml", *argv]):
         sys.exit(code)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def torchrun(rank: int, machines: int) -> dict[str, str]:
@@ -69,7 +62,7 @@ def slurm(rank: int, machines: int) -> dict[str, str]:
 
 def pair(folder: Path, *runs: tuple[Callable[[int], dict[str, str]], list[str]]) -> None:
     """Two processes that do `runs`, one after another; the first of them alone speaks."""
-    ports = [str(free_port()) for _ in runs]
+    ports = [free_port() for _ in runs]
     of_others = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "SLURM_")
     clean = {key: value for key, value in os.environ.items() if not key.startswith(of_others)}
     started = []

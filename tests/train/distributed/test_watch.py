@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lingpt.common.errors import Interrupted, UserError
 from lingpt.models import GPT
-from lingpt.tests.forked import Outcome
+from lingpt.tests.forked import Outcome, free_port
 from lingpt.train import TrainConfig
 from lingpt.train.distributed import watch as watch_module
 from lingpt.train.distributed.heartbeats import Heartbeats
@@ -314,12 +314,6 @@ def two_processes(start_script) -> Callable[..., list[Outcome]]:
         return [process.end() for process in processes]
 
     return run
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 PARALLEL = """

@@ -77,19 +77,34 @@ def test_a_damaged_environment_goes_on(make_recipe, capsys, content):
     assert (folder / "damaged-environment.json").read_text() == content
 
 
+def cut(path) -> None:
+    """In two halves, of which the first is left."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
 @pytest.mark.parametrize(
-    "file", ["model.safetensors", "train_state.pt", "tokenizer.json", "config.json", "manifest.json"]
+    ("file", "damage"),
+    [
+        ("model.safetensors", flip_bit),
+        ("train_state.pt", flip_bit),
+        ("tokenizer.json", flip_bit),
+        ("config.json", flip_bit),
+        ("manifest.json", flip_bit),
+        ("train_state.pt", cut),
+        ("manifest.json", cut),
+    ],
 )
-def test_a_flipped_bit_falls_back_to_the_one_before(make_recipe, capsys, file):
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(make_recipe, capsys, file, damage):
     """And the run ends where it would have: the steps in between are trained again."""
     folder = train(make_recipe())
     weights = folder / "checkpoints/step-00000006/model.safetensors"
     good = load(weights.read_bytes())
-    flip_bit(folder / "checkpoints/step-00000006" / file)
+    damage(folder / "checkpoints/step-00000006" / file)
     train(make_recipe())
     out = capsys.readouterr().out
     assert "is passed over" in out and "step-00000003, step 3 of 6" in out
-    assert file == "manifest.json" or f"{file} does not match its checksum" in out
+    reason = f"{file} has " if damage is cut else f"{file} does not match its checksum"
+    assert ("is not whole" if file == "manifest.json" else reason) in out
     again = load(weights.read_bytes())
     assert all(torch.equal(tensor, again[name]) for name, tensor in good.items())
     assert (folder / "checkpoints/damaged-step-00000006").is_dir()
@@ -434,12 +449,16 @@ def test_the_old_run_stays_where_the_new_one_cannot_start_from_the_weights(make_
     assert names(folder) == ["step-00000003"] and not list(folder.parent.glob("*.old-*"))
 
 
-def test_each_run_that_was_there_is_moved_aside(make_recipe):
-    """Guards: an old run in the way of the next, and an empty one of a new name."""
-    for _ in range(3):
-        folder = train(make_recipe(max_steps=1, resume="never"))
-    runs = ["demo-ours", "demo-ours.old-1", "demo-ours.old-2"]
-    assert sorted(path.name for path in folder.parent.iterdir()) == runs
+def test_each_run_that_was_there_is_moved_aside(make_recipe, capsys):
+    """Whole, whatever its config. Guards: an old run in the way of the next, and an empty one of a new
+    name."""
+    for rate in (1e-3, 2e-3, 3e-3):
+        folder = train(make_recipe(max_steps=1, resume="never", learning_rate=rate))
+    assert f"the old run is now {folder}.old-2" in capsys.readouterr().out
+    runs = sorted(folder.parent.iterdir())
+    assert [run.name for run in runs] == ["demo-ours", "demo-ours.old-1", "demo-ours.old-2"]
+    assert [read_config(run)["train"]["learning_rate"] for run in runs] == [3e-3, 1e-3, 2e-3]
+    assert [names(run) for run in runs] == [["step-00000001"]] * 3
 
 
 def test_a_run_is_no_checkpoint(make_recipe):
