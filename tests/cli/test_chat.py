@@ -20,18 +20,21 @@ TEMPLATE = """{{ bos_token }}{% for m in messages %}
 {% if add_generation_prompt %}the{% endif %}"""
 
 
+def small() -> GPT:
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 96, "vocab_size": 300}
+    return GPT.create(ModelArgs("small", "ours", **sizes).config(), seed=0)
+
+
 OBJECT = {"__type": "AddedToken", "content": "<s>", "special": True}  # as transformers 4 writes it
 
 
 @pytest.mark.parametrize("begin", ["<s>", OBJECT, "<|endoftext|>"], ids=str)
 def test_the_prompt_begins_as_in_transformers(tmp_path, monkeypatch, begin):
     """Guards: a conversation with a Llama that begins with the token that ends its answers."""
-    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 96, "vocab_size": 300}
     tokenizer = train_bpe(["the river and the mill"] * 9, 300)
     tokenizer.raw.add_special_tokens([tokenizers.AddedToken("<s>", special=True)])
-    model = GPT.create(ModelArgs("small", "ours", **sizes).config(), seed=0)
     folder = tmp_path / "model"
-    export_hf(model, folder, tokenizer.save(tmp_path))
+    export_hf(small(), folder, tokenizer.save(tmp_path))
     config = folder / "tokenizer_config.json"
     values = json.loads(config.read_text()) | {"bos_token": begin, "chat_template": TEMPLATE}
     config.write_text(json.dumps(values))
@@ -50,8 +53,6 @@ def test_the_prompt_begins_as_in_transformers(tmp_path, monkeypatch, begin):
 
 def test_an_answer_ends_at_the_end_of_text_and_of_the_block(monkeypatch):
     """Guards: `<|endoftext|>` in an answer, and an error where a shorter answer has room."""
-    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 96, "vocab_size": 300}
-    model = GPT.create(ModelArgs("small", "ours", **sizes).config(), seed=0)
     tokenizer, asked = train_bpe(["the river"] * 9, 300), list[int]()
     ids = tokenizer.encode("the river")
 
@@ -62,17 +63,16 @@ def test_an_answer_ends_at_the_end_of_text_and_of_the_block(monkeypatch):
 
     monkeypatch.setattr(chat, "stream", stream)
     for prompt in (10, 90, 200):
-        assert "".join(chat.replies(model, tokenizer, [1] * prompt, 30, {"seed": 3})) == "the river"
+        assert "".join(chat.replies(small(), tokenizer, [1] * prompt, 30, {"seed": 3})) == "the river"
     assert asked == [30, 6, 1]
 
 
 def test_an_export_keeps_the_chat_and_the_end_of_a_text(tmp_path):
     """Guards: another end of text, of a folder whose generation_config.json alone names it, or another begin
     of a chat."""
-    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 96, "vocab_size": 300}
     tokenizer = train_bpe(["the river and the mill"] * 9, 300)
     tokenizer.raw.add_special_tokens([tokenizers.AddedToken(x, special=True) for x in ("<|im_end|>", "<s>")])
-    export_hf(GPT.create(ModelArgs("small", "ours", **sizes).config(), seed=0), tmp_path / "tuned")
+    export_hf(small(), tmp_path / "tuned")
     tokenizer.save(tmp_path / "tuned")
     end = tokenizer.raw.token_to_id("<|im_end|>")
     (tmp_path / "tuned/generation_config.json").write_text(json.dumps({"eos_token_id": end}))

@@ -14,7 +14,7 @@ from lingpt.common.options import Option, check_options, declared
     ("kind", "limits", "values", "wrong"),
     [
         (int, {"least": 2, "most": 9}, {"2": 2, "9": 9, "3.0": 3, 4.0: 4}, ("1", "10", True, "true", "1e45")),
-        (int, {}, {"1e9": 10**9}, ("1e45", "1e999999")),
+        (int, {}, {"1e9": 10**9, "-3": -3}, ("1.5e0", "1e-3", 3.5, "many", "1e45", "3e999", "1e999999", [3])),
         (float, {"above": 0, "below": 2}, {"1": 1.0, 1: 1.0, "1e-9": 1e-9}, ("0", "2", "nan", True, "x")),
         (float, {}, {"-3": -3.0}, ("inf", "-inf", "nan", "1e999", "")),
         (bool, {}, {"True": True, "FALSE": False, False: False}, ("yes", 1, "", None)),
