@@ -6,7 +6,6 @@ from typing import Annotated
 
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.options import Option
-from lingpt.models import attention_form
 from lingpt.plots.curve_figure import draw_curves
 from lingpt.plots.curves import find_runs, format_table
 
@@ -30,7 +29,7 @@ class Options:
 
 def run(options: Options) -> None:
     folders = find_runs(options.runs)
-    rows = draw_curves(folders, options.out, options.baseline, options.formats, attention_form, options.val)
+    rows = draw_curves(folders, options.out, options.baseline, options.formats, options.val)
     table = Path(options.out).with_suffix(".json")
     with write_errors(table):
         write_json(table, {"runs": [str(folder) for folder in folders], "time_to_loss": rows})

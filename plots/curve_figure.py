@@ -11,7 +11,6 @@ import numpy as np
 from lingpt.common.format import join_distinct
 from lingpt.plots.curves import (
     Curve,
-    Form,
     different_texts,
     find_curve,
     hardware_label,
@@ -22,7 +21,6 @@ from lingpt.plots.curves import (
     smooth,
     spikes,
     time_to_loss,
-    without_options,
 )
 from lingpt.plots.figures import add_caption, figure_paths, new_figure, save_figure, style_axes, verbatim
 from lingpt.plots.palette import MARKERS, line_styles
@@ -40,7 +38,6 @@ def draw_curves(
     out: str | Path,
     baseline: str | None = None,
     formats: Sequence[str] = (),
-    form_of: Form = without_options,
     val: str | None = None,
 ) -> list[dict[str, Any]]:
     """Draws loss against time, tokens and steps into `out`; returns the table of `time_to_loss`, of the runs
@@ -51,13 +48,12 @@ def draw_curves(
     Args:
         baseline: the run, or its attention, that times are relative to; by default the first.
         formats: also write the figure next to `out` with these suffixes, such as `svg`, `pdf`.
-        form_of: names a run's attention with its options; by default without them.
         val: which of `--data.val_sources` the validation losses are of; by default the runs' own validation.
 
     Raises UserError, before anything is read, for a folder as `out` and for an unknown format.
     """
     paths = figure_paths(Path(out), formats)
-    curves = mean_over_seeds(read_curves(run_folders, form_of, val))
+    curves = mean_over_seeds(read_curves(run_folders, val))
     base = find_curve(curves, baseline) if baseline else 0
     if differ := different_texts(curves):
         print(differ, file=sys.stderr)

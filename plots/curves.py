@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lingpt.common.errors import UserError, skip_failing, unknown
+from lingpt.common.options import options_of
 from lingpt.common.run_folder import (
     CONFIG,
     METRICS,
@@ -26,6 +27,8 @@ from lingpt.common.run_folder import (
     read_model,
     without_seed,
 )
+from lingpt.models import attention_form
+from lingpt.models.architecture import Architecture
 
 SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above the window's median
 N_TARGETS = 5
@@ -39,14 +42,7 @@ _MAY_DIFFER = {
     "data": {"cache_dir", "num_workers"},
 }  # fmt: skip
 # Keys of the model that are no options of an attention.
-_ARCHITECTURE = {
-    "name", "attention", "block_size", "vocab_size", "padded_vocab_size", "padding_multiple", "n_layer",
-    "n_embd", "n_head", "intermediate_size", "rotary_percentage", "rope_base", "parallel_residual",
-    "norm_eps", "bias", "n_query_groups", "head_size", "rope_adjustments", "norm_class_name", "norm_qk",
-    "mlp_class_name", "attn_bias", "tie_embeddings",
-}  # fmt: skip
-# The attention with its options in one word, from the attention and the `model` part of a run's config.
-Form = Callable[[str | Sequence[str], dict[str, Any]], str]
+_ARCHITECTURE = {"attention", *options_of(Architecture)}
 
 
 @dataclass
@@ -82,12 +78,7 @@ class Curve:
     folder: Path = Path()
 
 
-def without_options(attention: str | Sequence[str], model: dict[str, Any]) -> str:
-    """A `Form` that is the attention alone."""
-    return attention_label(attention)
-
-
-def read_curve(run_folder: str | Path, form_of: Form = without_options, val: str | None = None) -> Curve:
+def read_curve(run_folder: str | Path, val: str | None = None) -> Curve:
     """A run's curve. Raises UserError if the folder has no losses, or its recipe is damaged.
 
     val: which of the run's `--data.val_sources` the validation losses are of; by default its own validation.
@@ -101,7 +92,7 @@ def read_curve(run_folder: str | Path, form_of: Form = without_options, val: str
     settings = config.get("train")
     if isinstance(settings, dict) and settings.get("teacher") and len(validated):
         train = train[:0]  # distances to the teacher, not losses of the next token
-    name, form = attention_label(attention), form_of(attention, config.get("model", {}))
+    name, form = attention_label(attention), attention_form(attention, config.get("model", {}))
     data, hardware = read_environment(folder, "data"), read_environment(folder, "hardware")
     fingerprint = str(data.get("fingerprint", ""))
     about = (path.name, model, name, form, form)
@@ -186,11 +177,11 @@ def _runs_in(folder: Path) -> list[Path]:
     return seeds or runs or [folder]
 
 
-def read_curves(run_folders: Sequence[str | Path], form_of: Form, val: str | None) -> list[Curve]:
+def read_curves(run_folders: Sequence[str | Path], val: str | None) -> list[Curve]:
     """The curves of the runs that have losses; the others are named on stderr. UserError if none has."""
     if not run_folders:
         raise UserError("no runs to draw: name their folders, such as runs/demo-ours runs/demo-softmax")
-    return skip_failing(lambda folder: read_curve(folder, form_of, val), run_folders)
+    return skip_failing(lambda folder: read_curve(folder, val), run_folders)
 
 
 def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:

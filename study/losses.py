@@ -14,7 +14,7 @@ from lingpt.common.format import duration, scaled_count, with_error
 from lingpt.common.run_folder import read_environment
 from lingpt.eval.scores import DASH, signed_difference
 from lingpt.eval.tables import Table
-from lingpt.models import GPT, attention_form
+from lingpt.models import GPT
 from lingpt.plots.curve_figure import caption, draw
 from lingpt.plots.curves import Curve, hardware_label, mean_over_seeds, read_curve, time_to_loss
 from lingpt.plots.figures import save_formats
@@ -67,7 +67,7 @@ def loss_sections(
     timed = study.runs_per_device == 1  # times of runs that share a card are meaningless
     curves, notes = dict[str, Curve](), list[str]()
     for row, seeds in runs.items():
-        first, *others = mean_over_seeds([read_curve(run.folder, attention_form) for run in seeds])
+        first, *others = mean_over_seeds([read_curve(run.folder) for run in seeds])
         curves[row] = replace(first, label=row)
         if others:
             of = first.folder.name

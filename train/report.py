@@ -22,7 +22,7 @@ from lingpt.common.run_folder import (
     valid_checkpoints,
 )
 from lingpt.data import Dataset, baseline_loss
-from lingpt.models import GPT, attention_form, generate, load_model
+from lingpt.models import GPT, generate, load_model
 from lingpt.plots.curve_figure import draw_curves
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0
@@ -155,7 +155,7 @@ def final_report(recipe: Recipe, dataset: Dataset, parallel: Parallel, train_tim
         if bigram is not None:
             text += f"; an interpolated bigram model of the same tokens: {bigram:.4f}"
         print_rank0(text)
-    draw_curves([run], run / CURVES, form_of=attention_form)
+    draw_curves([run], run / CURVES)
     print_rank0(f"training took {duration(train_time)}\nrun   {run}\nplot  {run / CURVES}")
 
 

@@ -9,10 +9,6 @@ import yaml
 from matplotlib.figure import Figure
 
 from lingpt.common.errors import UserError
-from lingpt.common.options import options_of
-from lingpt.models import attention_form
-from lingpt.models.architecture import Architecture
-from lingpt.plots import curves
 from lingpt.plots.curve_figure import caption, draw, draw_curves
 from lingpt.plots.curves import (
     find_curve,
@@ -200,10 +196,10 @@ def test_the_runs_that_are_drawn(tmp_path, capsys):
 
 
 def test_labels_are_attentions_only_where_these_tell_runs_apart(tmp_path):
-    a = read_curve(write_run(tmp_path / "a", "ours", 1.0, {2: 4.0, 4: 3.0}), attention_form)
-    b = read_curve(write_run(tmp_path / "b", ["ours", "softmax"], 1.0, {2: 4.0, 4: 3.0}), attention_form)
+    a = read_curve(write_run(tmp_path / "a", "ours", 1.0, {2: 4.0, 4: 3.0}))
+    b = read_curve(write_run(tmp_path / "b", ["ours", "softmax"], 1.0, {2: 4.0, 4: 3.0}))
     c = write_run(tmp_path / "c", "gla", 1.0, {2: 4.0, 4: 3.0}, model={"name": "pythia-70m"})
-    c = read_curve(c, attention_form)
+    c = read_curve(c)
     assert labels([a, b]) == ["ours", "ours + softmax_every=2"]
     assert labels([a, c]) == ["a", "c"]
 
@@ -247,7 +243,7 @@ def test_forms_of_one_attention_have_their_options_as_labels(tmp_path):
     losses = {2: 4.0, 4: 3.0}
     plain = write_run(tmp_path / "a", "ours-gated", 1.0, losses)
     gated = write_run(tmp_path / "b", "ours-gated", 1.0, losses, model={"output_gate": True})
-    curves = [read_curve(plain, attention_form), read_curve(gated, attention_form)]
+    curves = [read_curve(plain), read_curve(gated)]
     assert labels(curves) == ["ours-gated", "ours-gated + output_gate"]
     assert find_curve([curves[1]], "ours-gated") == 0  # its attention names it, too
 
@@ -359,14 +355,8 @@ def test_seeds_recorded_before_and_after_an_option_came_are_one_curve(tmp_path):
     for seed, (model, train) in enumerate(runs):
         config = {"model": model, "train": {"seed": seed} | train}
         run = write_run(tmp_path / f"a-seed{seed}", "softmax", 1.0, {2: 4.0}, **config)
-        curves.append(read_curve(run, attention_form))
+        curves.append(read_curve(run))
     assert [curve.runs for curve in mean_over_seeds(curves)] == [2, 1, 1]
-
-
-def test_every_size_of_a_model_tells_runs_apart():
-    """`plots` imports `common` alone, and has its own list of them: runs that differ in a size that is not in
-    it would be averaged as if they differed in the seed."""
-    assert {"attention", *options_of(Architecture)} == curves._ARCHITECTURE
 
 
 def test_seeds_with_other_bookkeeping_are_one_curve(tmp_path):
