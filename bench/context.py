@@ -28,6 +28,7 @@ from lingpt.bench.context_results import Results, Row
 from lingpt.bench.processes import Processes
 from lingpt.bench.results import BenchResults, Session, Skipped
 from lingpt.bench.trace import draw_trace, read_trace
+from lingpt.common.arguments import command_line
 from lingpt.common.files import write_errors
 from lingpt.common.run_folder import PROFILE, read_metrics
 from lingpt.train.config import TrainConfig
@@ -174,13 +175,12 @@ def _words(row: Row, everywhere: Sequence[str], out: Path) -> list[str]:
         "model.name": row.model, "model.attention": row.attention, "model.block_size": row.seq_len,
         "data.seq_len": row.seq_len, "train.global_batch_size": row.batch, "train.micro_batch_size": 1,
         "train.max_steps": row.steps, "train.eval_tokens": row.seq_len, "train.devices": row.devices,
-        "train.context_parallel": row.context_parallel, "train.out_dir": out / "runs",
-        "train.resume": "never", "train.name": _name(row), "train.wandb": "false", "train.sample_tokens": 0,
+        "train.context_parallel": row.context_parallel, "train.out_dir": str(out / "runs"),
+        "train.resume": "never", "train.name": _name(row), "train.wandb": False, "train.sample_tokens": 0,
         "train.keep_checkpoints": 0, "train.learning_rate": 1e-5, "train.min_learning_rate": 0,
-        "train.profile": str(row.kind == "pieces" and row.steps > SKIPPED).lower(),
+        "train.profile": row.kind == "pieces" and row.steps > SKIPPED,
     }  # fmt: skip
-    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    return [*DATA, *words, *everywhere, *row.options.split()]
+    return [*DATA, *command_line(values), *everywhere, *row.options.split()]
 
 
 def _read(row: Row, run: Path, out: Path) -> None:

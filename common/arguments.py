@@ -46,6 +46,14 @@ def parse(verb: str, cls: Callable[..., T], words: Sequence[str], config: Config
     return build(cls, values)
 
 
+def command_line(options: Mapping[str, Any]) -> list[str]:
+    """The arguments that `parse` reads: `{"steps": 500, "widths": [64]}` → `--steps 500 --widths 64`; None is
+    left out."""
+    lists = {key: value if isinstance(value, list | tuple) else [value] for key, value in options.items()}
+    given = {key: values for key, values in lists.items() if values != [None]}
+    return [word for key, values in given.items() for word in (f"--{key}", *map(as_word, values))]
+
+
 def read_layers(
     verb: str,
     cls: Any,

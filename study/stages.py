@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from lingpt.common.arguments import command_line
 from lingpt.common.errors import Interrupted, UserError, by_reason, check_known
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.run_folder import CHECKPOINTS, without_seed
 from lingpt.data import find_data
 from lingpt.eval.recall.mqar import Trial
-from lingpt.eval.recall.options import command_line, trials_left
+from lingpt.eval.recall.options import trials_left
 from lingpt.eval.suites import check_scoring
 from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import STAGES, STUDY, Study, with_started_runs
@@ -206,21 +207,19 @@ class _Stages:
             print("scores: nothing to score: no run is finished and has its weights")
             return
         slots = scoring_slots(self.slots, self.cards, len(ready))
-        options = ["--max_length_factor", str(study.max_length_factor)]
+        options = {
+            "suite": study.suites, "tasks": study.tasks or None,  # no tasks without table2
+            "texts": [f"{name}={path}" for name, path in study.texts.items()] or ["embedded"],
+            "text_key": study.text_key, "max_length_factor": study.max_length_factor,
+            "data": study.eval_data, "limit": study.limit,
+        }  # fmt: skip
         if gpus := slots[0].gpus:
-            options += ["--device", "cuda", "--devices", str(len(gpus)), "--dtype", "bfloat16"]
-        options += ["--data", study.eval_data] if study.eval_data else []
-        options += ["--limit", str(study.limit)] if study.limit else []
-        options += ["--text_key", study.text_key]
-        texts = [f"{name}={path}" for name, path in study.texts.items()] or ["embedded"]
+            options |= {"device": "cuda", "devices": len(gpus), "dtype": "bfloat16"}
         jobs = []
         for i in range(len(slots)):
             if share := ready[i :: len(slots)]:
-                lists = {"runs": share, "suite": study.suites, "tasks": study.tasks, "texts": texts}
-                given = {key: values for key, values in lists.items() if values}  # no tasks without table2
-                words = [word for key, values in given.items() for word in (f"--{key}", *values)]
                 name = f"scores-{i}" if len(slots) > 1 else "scores"
-                jobs.append(Job(name, ["eval", *words, *options], self._log(name)))
+                jobs.append(Job(name, ["eval", *command_line({"runs": share} | options)], self._log(name)))
         self._run_jobs(jobs, slots)
 
     def _now(self, runs: Sequence[StudyRun]) -> list[StudyRun]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lingpt.common.arguments import parse
+from lingpt.common.arguments import command_line, parse
 from lingpt.common.errors import UserError
-from lingpt.common.options import Option, as_word
+from lingpt.common.options import Option
 
 if TYPE_CHECKING:
     from lingpt.eval.recall.mqar import Trial
@@ -45,13 +45,6 @@ def asked_trials(options: Options) -> "list[Trial]":
 
     sizes = {"steps": options.steps, "batch_size": options.batch_size, "vocabulary": options.vocabulary}
     return make_trials(options.attentions, options.widths, options.pairs, options.learning_rates, **sizes)
-
-
-def command_line(options: Mapping[str, Any]) -> list[str]:
-    """The command-line arguments for a study's `mqar: {steps: 500, widths: [64]}`."""
-    lists = {key: value if isinstance(value, list) else [value] for key, value in options.items()}
-    given = {key: values for key, values in lists.items() if values != [None]}
-    return [word for key, values in given.items() for word in (f"--{key}", *map(as_word, values))]
 
 
 def trials_left(options: Mapping[str, Any], folder: Path) -> "list[Trial]":
