@@ -12,7 +12,7 @@ from lingpt.common.errors import UserError
 from lingpt.study import find_study, read_study, studies, with_rows
 from lingpt.study.config import with_started_runs
 from lingpt.study.runs import rate_runs, study_runs
-from lingpt.tests.study.tiny import TINY, write
+from lingpt.tests.study.tiny import COMMAND, TINY, write
 
 
 @pytest.mark.parametrize(
@@ -43,19 +43,6 @@ from lingpt.tests.study.tiny import TINY, write
         ({"tokens": None}, "does not say `tokens`"),
         ({"suites": ["table2"], "tasks": []}, "`tasks` is empty; the suite table2 needs some"),
         ({"options": {"train.learning_rate": "fast"}}, "softmax: train.learning_rate is fast; it must be"),
-    ],
-)
-def test_mistakes_in_the_file(here, capsys, change, message):
-    """One line, before anything is trained."""
-    write(TINY | change)
-    assert main(["study", "--config", "study-tiny.yaml"]) == 2
-    err = capsys.readouterr().err.strip()
-    assert message in err and "\n" not in err and not here
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
         ({"suites": "language"}, "suites is language; it must be a list, each text"),
         ({"suites": ["langauge"]}, "did you mean 'language'"),
         ({"learning_rates": 1e-3}, "learning_rates is 0.001; it must be a list"),
@@ -94,9 +81,9 @@ def test_mistakes_in_the_file(here, capsys, change, message):
     ],
 )
 def test_a_mistake_in_the_file_is_refused_before_anything_is_trained(here, change, message, capsys):
-    """Guards: each of them was found after hours of training, or was a traceback."""
+    """One line. Guards: found after hours of training, or a traceback."""
     write(TINY | change)
-    assert main(["study", "--config", "study-tiny.yaml"]) == 2 and not here
+    assert main(COMMAND) == 2 and not here
     err = capsys.readouterr().err.strip()
     assert message in err and "\n" not in err
 

@@ -7,13 +7,20 @@ from pathlib import Path
 import pytest
 
 from lingpt.cli.main import main
-from lingpt.study import read_study, stages
+from lingpt.study import stages
 from lingpt.study.page import MARKER
 from lingpt.study.runs import StudyRun
-from lingpt.tests.study.tiny import COMMAND, PIQA, fake_run, write_scores, write_tiny
+from lingpt.tests.study.tiny import (
+    COMMAND,
+    FOLDER,
+    PAGE,
+    PIQA,
+    fake_run,
+    tiny_study,
+    write_scores,
+    write_tiny,
+)
 
-FOLDER = Path("runs/study-tiny")
-PAGE = FOLDER / "README.md"
 SCORES = "eval/step-00000004.json"
 
 
@@ -304,7 +311,7 @@ def test_rows_are_compared_over_their_seeds(here, pictures, monkeypatch):
         for seed, loss in enumerate(losses):
             fake_run(f"{row}-seed{seed}")
             edit_metrics(f"{row}-seed{seed}", '"loss": 4.0', f'"loss": {loss}')
-    names = [name for _, name, _ in read_study(Path("study-tiny.yaml")).run_names()]
+    names = [name for _, name, _ in tiny_study().run_names()]
     assert names[:4] == [*(f"gla-seed{i}" for i in range(3)), "ours-seed0"]
     monkeypatch.setattr("lingpt.plots.figures.FORMATS", ("svg",))  # text in it can be read
     page = page_of_the_study()

@@ -13,7 +13,7 @@ from lingpt.eval.recall.needle import NEEDLES
 from lingpt.study import find_study, plan, read_study, stages
 from lingpt.study.jobs import Slot, gpu_slots
 from lingpt.study.plan import H200_FLOPS, Cost, mqar_cost, score_costs, stage_seconds, wall_seconds
-from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write, write_scores
+from lingpt.tests.study.tiny import COMMAND, FOLDER, TINY, fake_run, write, write_scores, write_tiny
 
 
 @pytest.mark.parametrize("stages", [["data", "runs"], ["rates"], ["scores", "page"]], ids=" ".join)
@@ -21,7 +21,7 @@ def test_the_plan_is_of_the_stages_that_are_asked_for(here, capsys, stages):
     """Guards: the time, the cost and the scores of stages that the command would leave out."""
     plans = []
     for more in ([], ["--stages", *stages]):
-        assert main(["study", "--config", "study-tiny.yaml", "--dry_run", "true", *more]) == 0
+        assert main([*COMMAND, "--dry_run", "true", *more]) == 0
         plans.append(capsys.readouterr().out)
     timed = [set(re.findall(r"(rates|runs|scores) [\d.]+ (?:s|min|h)", plan)) for plan in plans]
     assert timed == [{"rates", "runs", "scores"}, {"rates", "runs", "scores"} & set(stages)]
@@ -31,7 +31,7 @@ def test_the_plan_is_of_the_stages_that_are_asked_for(here, capsys, stages):
 
 def test_the_plan_says_which_benchmarks_are_not_there(here, capsys):
     """Guards: a dry run that was refused on a machine without them, where it could plan without the text."""
-    write(TINY | {"learning_rates": [], "suites": ["commonsense"], "eval_data": "nowhere"})
+    write_tiny(seeds=2, suites=["commonsense"], eval_data="nowhere")
     assert main([*COMMAND, "--dry_run", "true"]) == 0
     assert "\nscores  commonsense; NOT FOUND: no folder nowhere (" in capsys.readouterr().out
     assert main(COMMAND) == 2 and "no folder nowhere" in capsys.readouterr().err and not here
@@ -46,8 +46,8 @@ def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
         "pairs": [4],
         "steps": 2000,
     }
-    write(TINY | {"learning_rates": [], "suites": [], "mqar": tiny})
-    command = ["study", "--config", "study-tiny.yaml", "--dry_run", "true"]
+    write_tiny(seeds=2, suites=[], mqar=tiny)
+    command = [*COMMAND, "--dry_run", "true"]
 
     def minutes():
         assert main(command) == 0
@@ -59,7 +59,7 @@ def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
     trial |= {"batch_size": 256, "vocabulary": 8192, "heads": 2, "layers": 2, "seed": 0}
     trial |= {"accuracy": 0.5, "accuracy_stderr": 0.1, "parameters": 1, "curve": [[250, 0.5]]}
     trial |= {"trained_steps": 250, "seconds": 1.0}
-    results = Path("runs/study-tiny/mqar/mqar.json")
+    results = FOLDER / "mqar/mqar.json"
     results.parent.mkdir(parents=True)
     results.write_text(json.dumps({"results": [trial]}))
     assert minutes() == pytest.approx(both / 2, rel=0.05)
@@ -70,7 +70,7 @@ def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
 def test_the_plan_counts_what_is_left_of_the_training(here, capsys, monkeypatch):
     """Guards: all of a row's short runs as left where one was; and GPU hours "in all" that had what is
     trained and not what is scored."""
-    write(TINY | {"learning_rates": [1e-3, 3e-3], "rate_tokens": 512, "seeds": 1, "attentions": ["softmax"]})
+    write_tiny(learning_rates=[1e-3, 3e-3], rate_tokens=512, attentions=["softmax"])
     monkeypatch.setattr(plan, "CPU_CORE_FLOPS", 1e6)
     monkeypatch.setattr(plan, "H200_FLOPS", 1e6)
 
@@ -95,7 +95,7 @@ def test_the_plan_counts_what_is_left_of_the_training(here, capsys, monkeypatch)
 def test_the_plan_knows_how_far_a_run_is(here, capsys, monkeypatch):
     """Guards: a run at three steps of four that counted whole, a diverged one that was to be scored, and no
     hours to train all where the stages were others."""
-    write(TINY | {"learning_rates": [], "seeds": 1, "attentions": ["softmax"]})
+    write_tiny(attentions=["softmax"])
     monkeypatch.setattr(plan, "H200_FLOPS", 1e6)
 
     def look(*stages):
@@ -134,7 +134,7 @@ def test_the_plan_counts_each_score_that_is_left(here, capsys, monkeypatch):
 
 def test_a_plan_is_refused_where_the_study_would_be(here, capsys):
     """Guards: `--dry_run` approved, with nothing left, what the command then refused."""
-    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    write_tiny(suites=[], attentions=["softmax"])
     fake_run("softmax-seed0")
     assert main([*COMMAND, "--stages", "page"]) == 0
     assert main([*COMMAND, "--tokens", "256", "--dry_run", "true"]) == 2

@@ -15,7 +15,7 @@ from lingpt.plots.curves import read_curve, smooth
 from lingpt.study.page import MARKER
 from lingpt.study.portable import differs, portable
 from lingpt.study.publish import POINTS, _without, thin
-from lingpt.tests.study.tiny import COMMAND, PIQA, TINY, fake_run, write, write_scores, write_tiny
+from lingpt.tests.study.tiny import COMMAND, FOLDER, PIQA, TINY, fake_run, write, write_scores, write_tiny
 
 
 def paths_in(folder, machine):
@@ -123,8 +123,8 @@ def test_scores_are_published_as_they_are(here):
     )
     mqar = {"mqar/mqar-table.md", "mqar/mqar.json", "mqar/mqar.png"}
     for name in (*mqar, "mqar/log.txt", "notes.txt"):
-        Path("runs/study-tiny", name).parent.mkdir(exist_ok=True)
-        Path("runs/study-tiny", name).write_text("{}")
+        (FOLDER / name).parent.mkdir(exist_ok=True)
+        (FOLDER / name).write_text("{}")
     page = Path("copy/README.md")
     page.parent.mkdir()
     page.write_text(f"# Softmax\n\n{MARKER}\n")
@@ -152,11 +152,11 @@ def test_a_study_is_not_published_over_itself(here, capsys):
     """Guards: its runs' losses were thinned, and the paths in their records cut."""
     write_tiny(suites=[], attentions=["softmax"])
     fake_run("softmax-seed0")
-    before = Path("runs/study-tiny/softmax-seed0/config.yaml").read_text()
+    before = (FOLDER / "softmax-seed0/config.yaml").read_text()
     assert main([*COMMAND, "--stages", "page", "--publish", "runs/../runs/study-tiny"]) == 2
     line = capsys.readouterr().err.strip()
     assert "is the study's own folder" in line and "\n" not in line
-    assert Path("runs/study-tiny/softmax-seed0/config.yaml").read_text() == before
+    assert (FOLDER / "softmax-seed0/config.yaml").read_text() == before
 
 
 def test_tables_of_an_earlier_page_are_not_published_any_more(here):
@@ -174,7 +174,7 @@ def test_tables_of_an_earlier_page_are_not_published_any_more(here):
 def test_a_page_of_another_kind_is_not_overwritten(here, capsys):
     """Guards: `--publish docs/results/study` took the place of the index there. It is refused before anything
     is trained; the page that an earlier start has published is replaced."""
-    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    write_tiny(suites=[], attentions=["softmax"])
     fake_run("softmax-seed0")
     index = Path("docs/README.md")
     index.parent.mkdir()

@@ -32,6 +32,8 @@ TINY: dict[str, Any] = {
 
 
 COMMAND = ["study", "--config", "study-tiny.yaml"]
+FOLDER = Path("runs/study-tiny")
+PAGE = FOLDER / "README.md"
 PIQA: dict[str, Any] = {
     "task": "piqa", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p",
     "metrics": {"acc": 0.5, "acc_stderr": 0.1},
@@ -48,11 +50,17 @@ def write(values, name="study-tiny.yaml"):
     return name
 
 
-def fake_run(
-    name, attention=None, steps=4, last=None, file="study-tiny.yaml", root="runs/study-tiny", **changes
-):
+def tiny_study():
+    return read_study(Path("study-tiny.yaml"))
+
+
+def first_run():
+    return study_runs(tiny_study(), FOLDER, {}, None)[0]
+
+
+def fake_run(name, attention=None, steps=4, last=None, root=FOLDER, **changes):
     """A run's folder as training leaves it, without weights; `changes` are not what the study says."""
-    study, folder = read_study(Path(file)), Path(root)
+    study, folder = tiny_study(), Path(root)
     every = [*rate_runs(study, folder, None), *study_runs(study, folder, {}, None)]
     run = next(run for run in every if run.name == name)
     config = run.recipe.to_dict()
@@ -76,5 +84,5 @@ def write_scores(name, step, attention=None, **scores):
     attention = attention or name.partition("-seed")[0]
     about = {"run": name, "attention": attention, "step": step, "model": "demo", "tokens": 512}
     about |= {"parameters": None, "path": name}
-    file = Path(f"runs/study-tiny/{name}/eval/step-{step:08d}.json")
+    file = FOLDER / f"{name}/eval/step-{step:08d}.json"
     write_json(file, {"checkpoint": about, "scores": scores})
