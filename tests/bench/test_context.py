@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,12 +95,15 @@ class FakeProcesses:
         return None
 
 
+def bench(folder: Path, seq_lens: Sequence[int] = (512,), **options: Any) -> Results:
+    save_to = folder / "context.json"
+    return context.bench_context("demo", ["ours"], seq_lens, **OPTIONS | options, save_to=save_to)
+
+
 @pytest.mark.slow
 def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(context, "Processes", FakeProcesses)
-    results = context.bench_context(
-        "demo", ["ours"], [2048, 512, 1024], **OPTIONS, save_to=tmp_path / "context.json"
-    )
+    results = bench(tmp_path, [2048, 512, 1024])
     rows = results.rows
     assert [row.kind for row in rows] == ["one", "ddp", "first", "first", *["pieces"] * 3]
     assert [row.batch for row in rows] == [8, 16, 1, 1, 4, 2, 1]
@@ -115,12 +119,9 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch):
     assert (tmp_path / "pieces-ours-512-2.png").exists() and (tmp_path / "context.png").exists()
     table = (tmp_path / "context.md").read_text()
     assert "out of memory" in table and "states 3.0%" in table
-    again = Results.load(tmp_path / "context.json")
-    assert again.rows == rows
+    assert Results.load(tmp_path / "context.json").rows == rows
     monkeypatch.setattr(context, "Processes", None)  # nothing is left to measure
-    options = OPTIONS | {"append": True}
-    again = context.bench_context("demo", ["ours"], [512], **options, save_to=tmp_path / "context.json")
-    assert again.rows == rows
+    assert bench(tmp_path, append=True).rows == rows
 
 
 def test_a_row_that_the_budget_does_not_hold_is_shorter_or_left_out(tmp_path: Path, monkeypatch):
@@ -147,10 +148,7 @@ def test_a_row_that_the_budget_does_not_hold_is_shorter_or_left_out(tmp_path: Pa
 
     monkeypatch.setattr(context, "estimate", estimate)
     for budget, status, steps in ((100.0, "ok", 3), (44.0, "ok", 1), (15.0, "skipped", 1)):
-        options = OPTIONS | {"budget": budget}
-        results = context.bench_context(
-            "demo", ["ours"], [512], **options, save_to=tmp_path / f"{budget}" / "context.json"
-        )
+        results = bench(tmp_path / f"{budget}", budget=budget)
         assert (results.rows[-1].status, results.rows[-1].steps) == (status, steps)
         assert results.rows[-1].planned_tokens_per_second == 512 / 10 / 2
     assert "a step takes 10 s by the plan" in results.rows[-1].reason and not waiting
@@ -173,7 +171,7 @@ def test_a_row_that_does_not_fit_offloads(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(context, "check_recipe", on_a_gpu)
     monkeypatch.setattr(context, "estimate", lambda *_: Estimate(1e6, "", 0.01, 1))
     monkeypatch.setattr(context, "fits_here", lambda machine, gpt, recipe: recipe.data.seq_len < 512)
-    results = context.bench_context("demo", ["ours"], [512], **OPTIONS, save_to=tmp_path / "context.json")
+    results = bench(tmp_path)
     assert offloaded == [bool(row.options) for row in results.rows] == [False] * 4 + [True]
 
 
@@ -228,7 +226,7 @@ def test_a_row_whose_steps_are_whole_counts_when_the_budget_ends(
             return failed
 
     monkeypatch.setattr(context, "Processes", Stopped)
-    results = context.bench_context("demo", ["ours"], [512], **OPTIONS, save_to=tmp_path / "context.json")
+    results = bench(tmp_path)
     assert results.rows[-1].status == status and "the rest of the budget" in results.rows[-1].reason
     assert results.rows[-1].tokens_per_second == (None if missing else 100.0)
     assert folders and not [folder for folder in folders if folder.exists()]
@@ -273,7 +271,7 @@ def test_another_first_loss_is_wrong(tmp_path: Path, monkeypatch, factor: float,
             return failed
 
     monkeypatch.setattr(context, "Processes", Scaled)
-    results = context.bench_context("demo", ["ours"], [512], **OPTIONS, save_to=tmp_path / "context.json")
+    results = bench(tmp_path)
     assert [row.status for row in results.rows] == ["ok", "ok", "ok", status, "ok"]
     said = "wrong: the loss is 7.00070, that of one device 7.00000"
     assert (f"| {said} |" in results.table()) == (status == "wrong")
@@ -290,7 +288,7 @@ def test_a_trace_that_cannot_be_read_leaves_no_folder(tmp_path: Path, monkeypatc
             return found
 
     monkeypatch.setattr(context, "Processes", WithoutSteps)
-    results = context.bench_context("demo", ["ours"], [512], **OPTIONS, save_to=tmp_path / "context.json")
+    results = bench(tmp_path)
     assert (results.rows[-1].status, results.rows[-1].kind) == ("refused", "pieces")
     assert "has no step" in results.rows[-1].reason and not list((tmp_path / "runs").iterdir())
 
