@@ -221,12 +221,3 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys):
     ):
         assert main(["bench", "decode", "--budget", "0", *options]) == 2
         assert line in capsys.readouterr().err
-
-
-def test_another_benchmarks_file_is_refused(tmp_path: Path):
-    path = tmp_path / "decode.json"
-    path.write_text(json.dumps({"environment": {}, "rows": [{"model": "demo", "seq_len": 16}]}))
-    with pytest.raises(UserError, match="holds no results of `lingpt bench decode`"):
-        DecodeResults.load(path)
-    DecodeResults({}, [DecodeRow("demo", "ours", 1, 16)]).save(path)
-    assert DecodeResults.load(path).row("demo", "ours", 1, 16, False, False) is not None

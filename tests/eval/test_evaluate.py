@@ -13,12 +13,14 @@ import torch
 from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import write_manifest
-from lingpt.eval import scores, scoring
+from lingpt.data import load_tokenizer
+from lingpt.eval import harness, scores, scoring
 from lingpt.eval.harness import metrics_of, parse_task, prompt_hash
 from lingpt.eval.lm import LinGPTLM
 from lingpt.eval.runs import find_checkpoints
 from lingpt.eval.scores import About, read_results, results_path, unpack_bits
 from lingpt.eval.texts import prompts_hash
+from lingpt.models import load_model
 
 from .conftest import evaluate, score, tiny_model, write_checkpoint, write_run
 
@@ -71,11 +73,6 @@ def test_no_more_is_read_at_once_than_in_training(checkpoint, eval_data):
 
 def test_accuracy_is_right(checkpoint, eval_data):
     """Recomputed from the model alone: the answer with the highest log-likelihood, also per character."""
-    import torch
-
-    from lingpt.data import load_tokenizer
-    from lingpt.models import load_model
-
     metrics = evaluate(checkpoint, ["piqa"], data=eval_data, **QUIET).scores["piqa (0-shot)"].metrics
     model, tokenizer = load_model(checkpoint.folder), load_tokenizer(checkpoint.folder)
     right, right_norm, rows = 0, 0, [json.loads(line) for line in (eval_data / "piqa_valid.jsonl").open()]
@@ -121,8 +118,6 @@ def test_mmlu_is_weighted_by_size(checkpoint, eval_data):
 def test_what_is_there_is_not_computed_again(checkpoint, eval_data, monkeypatch):
     """The same weights, task, limit, dtype and data: kept. Any of them different, or redo: computed."""
     ran = []
-    from lingpt.eval import harness
-
     run_task = harness.run_task
     monkeypatch.setattr(harness, "run_task", lambda lm, **asked: ran.append(asked) or run_task(lm, **asked))
 
@@ -147,8 +142,6 @@ def test_what_is_there_is_not_computed_again(checkpoint, eval_data, monkeypatch)
 
 def test_a_part_does_not_replace_the_whole(checkpoint, eval_data, monkeypatch):
     """Guards: a complete score that was gone after a trial with a file of a few rows."""
-    from lingpt.eval import harness
-
     run_task, complete, lines = harness.run_task, [True, False, True], []
     monkeypatch.setattr(
         harness,
@@ -242,8 +235,6 @@ def test_two_commands_at_the_same_moment_keep_each_other_s_scores(checkpoint, at
 
 def test_nothing_half_written(checkpoint, eval_data, monkeypatch):
     """Interrupted in the second task: the first one's score is on disk, whole, and no other file is left."""
-    from lingpt.eval import harness
-
     run_task = harness.run_task
 
     def interrupted(lm, *, name, **asked):
