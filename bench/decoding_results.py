@@ -97,7 +97,7 @@ def _cells(row: DecodeRow) -> list[str]:
         f"{1e3 * row.batch_size / row.ms:.0f}",
         number(row.draw_ms, ".2f"),
         f"{row.state_bytes / 1e6:.2f}",
-        number(row.peak_memory and row.peak_memory / 1e9, ".1f"),
+        number(row.peak_memory, ".1f", 1e9),
     ]
 
 

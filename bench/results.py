@@ -252,6 +252,6 @@ def length_axis(panel: Any, lengths: Sequence[int], **settings: Any) -> None:
     style_axes(panel)
 
 
-def number(value: float | None, format: str) -> str:
-    """The value, formatted; a dash if it is not known."""
-    return "–" if value is None or math.isnan(value) else f"{value:{format}}"
+def number(value: float | None, format: str, unit: float = 1.0) -> str:
+    """The value in the unit, formatted; a dash if it is not known."""
+    return "–" if value is None or math.isnan(value) else f"{value / unit:{format}}"

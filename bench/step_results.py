@@ -149,7 +149,7 @@ def _cells(row: Row, results: Results) -> list[str]:
         number(row.mfu, ".3f"),
         number(results.times_faster(row, IDENTITY), ".3f"),
         number(results.times_faster(row, FLASH), ".2f"),
-        number(row.peak_memory and row.peak_memory / 1e9, ".1f"),
+        number(row.peak_memory, ".1f", 1e9),
         number(ratio, ".2f"),
     ]
 

@@ -108,7 +108,7 @@ class Results(BenchResults[Row]):
 
     def lower_bound_ms(self, shape: Shape, units: int) -> float:
         """The time of moving `units` × U at the copy bandwidth."""
-        item_size = getattr(torch, self.environment.get("precision", "bfloat16")).itemsize
+        item_size = getattr(torch, self.environment["precision"]).itemsize
         return units * shape.unit_bytes(item_size) / self.copy_bandwidth * 1e3
 
     def as_dict(self, row: Row) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Results(BenchResults[Row]):
         for row in (row for row in self.rows if row.shape == TABLE_1 and row.status != "skipped"):
             inputs = IMPLEMENTATIONS[row.implementation].min_traffic[0] - 1
             memory = None if row.forward_memory is None else inputs + row.forward_memory
-            cells = [number(row.forward_ms, ".3f"), number(memory and memory * row.unit_bytes / 1e9, ".2f")]
+            cells = [number(row.forward_ms, ".3f"), number(memory and memory * row.unit_bytes, ".2f", 1e9)]
             measured = row.is_correct("forward_ms")
             lines.append([IMPLEMENTATIONS[row.implementation].title, *(cells if measured else [row.failure])])
         head = f"\n## The paper's table 1\n\nForward at {TABLE_1}; the memory has the inputs in it.\n\n"
@@ -299,7 +299,8 @@ def _forms(results: Results) -> Figure | None:
     if len(best) < 2:
         return None
     lengths, best_ms, names = zip(*best, strict=True)
-    figure, (times, chunks) = _figure(2, width=5.2)
+    figure = new_figure(10.4, 4.6, dpi=130)
+    times, chunks = figure.subplots(1, 2)
     for name in FORMS:
         points = [(shape.N, ms) for shape in shapes for ms, _ in timed(shape, [name])]
         if points and name not in chunked:
@@ -369,8 +370,8 @@ def _bars(
     if not any(panels.values()):
         return None
     bars_in_panel = max(map(len, panels.values()))
-    figure, axes = _figure(len(panels), width=5.5, height=0.4 * bars_in_panel + 1.6)
-    for panel, (title, values) in zip(axes, panels.items(), strict=True):
+    figure = new_figure(5.5 * len(panels), 0.4 * bars_in_panel + 1.6, dpi=130)
+    for panel, (title, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         names = sorted(values, key=lambda name: values[name], reverse=True)
         titles = [IMPLEMENTATIONS[name].title for name in names]
         colors = [style(name)["color"] for name in names]
@@ -385,12 +386,6 @@ def _bars(
             panel.set_xlim(0, 1.2 * high)
         panel.set_title(title)
     figure.supxlabel(label, fontsize=9)
-    precision = results.environment.get("precision", "bfloat16")
-    figure.suptitle(f"{REFERENCE}, {precision}, {results.environment['card']}", fontsize=11)
+    precision, card = results.environment["precision"], results.environment["card"]
+    figure.suptitle(f"{REFERENCE}, {precision}, {card}", fontsize=11)
     return figure
-
-
-def _figure(columns: int, width: float, height: float = 4.6) -> tuple[Figure, Any]:
-    """A figure with a row of panels, each `width` by `height` inches."""
-    figure = new_figure(width * columns, height, dpi=130)
-    return figure, figure.subplots(1, columns)
