@@ -140,10 +140,10 @@ def paired_difference(a: Score, b: Score) -> Difference | None:
     """The difference in accuracy; None if the questions differ, or it is not known which were answered
     correctly."""
     metric = "acc" if "acc" in a.correct else "contains"
-    if not _same_questions(a, b) or not all(metric in seed.correct for seed in (*a.seeds, *b.seeds)):
+    if not _same_questions(a, b) or not all(metric in one.correct for one in (*a.by_seed, *b.by_seed)):
         return None
     first, second = (
-        np.stack([unpack_bits(seed.correct[metric], a.documents) for seed in score.seeds]) for score in (a, b)
+        np.stack([unpack_bits(one.correct[metric], a.documents) for one in score.by_seed]) for score in (a, b)
     )
     return bootstrap(first[0], second[0]) if len(first) == len(second) == 1 else over_seeds(first, second)
 
@@ -181,13 +181,13 @@ def bootstrap(first: np.ndarray, second: np.ndarray) -> Difference:
 def document_differences(a: Score, b: Score) -> list[tuple[float, float | None]] | None:
     """Bits per byte of `a` minus those of `b`, or the losses of each group of positions, each with the error
     of `ratio_difference`; None if they are not of the same documents, or not known per document."""
-    values = [seed.per_document for seed in (*a.seeds, *b.seeds)]
+    values = [one.per_document for one in (*a.by_seed, *b.by_seed)]
     known = [value for value in values if value]
     ends = [[group.to for group in score.positions] for score in (a, b)]
     if not _same_questions(a, b) or len(known) < len(values) or ends[0] != ends[1]:
         return None
     groups = np.stack([value.values() for value in known], axis=1)  # [groups, seeds, documents]
-    count, sizes = len(a.seeds), known[0].sizes()
+    count, sizes = len(a.by_seed), known[0].sizes()
     return [ratio_difference(group[:count], group[count:], sizes) for group in groups]
 
 
@@ -246,7 +246,7 @@ def pair_with_softmax(result: Result, results: Sequence[Result], key: str) -> tu
         return None
     shared = _shared(result, softmax)
     if shared and 1 in (len(result.seeds), len(softmax.seeds)):
-        a, b = (one.scores[key].seeds[one.seeds.index(shared[0])] for one in (result, softmax))
+        a, b = (one.scores[key].by_seed[one.seeds.index(shared[0])] for one in (result, softmax))
         return a, b
     return result.scores[key], softmax.scores[key]
 

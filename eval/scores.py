@@ -108,7 +108,7 @@ class Score:
                 raise ValueError("per_document has no number for each document")
 
     @property
-    def seeds(self) -> "tuple[Score, ...]":
+    def by_seed(self) -> "tuple[Score, ...]":
         """The score of each seed; of a single run the score itself."""
         return self.runs or (self,)
 

@@ -25,8 +25,8 @@ from lingpt.eval.comparison import Marks, mark_notes, pair_with_softmax, paired_
 from lingpt.eval.scores import Result
 from lingpt.eval.tables import Table, save_tables
 
-TWICE = tuple(Column(head, task, n, chance=str(chance)) for head, task, n, chance in paper.COLUMNS)
-COLUMNS = tuple(dict.fromkeys(TWICE))
+PRINTED = tuple(Column(head, task, n, chance=str(chance)) for head, task, n, chance in paper.COLUMNS)
+COLUMNS = tuple(dict.fromkeys(PRINTED))  # of which the paper prints ARC-E twice
 NOTES = (
     "Accuracy in per cent, ± one standard error; – not evaluated.",
     "The paper heads two columns ARC-E without saying how they differ; our one ARC-Easy score is in both.",
@@ -51,14 +51,14 @@ def _accuracies(results: Sequence[Result]) -> Table:
         rows.append([name, *paper.RUN, *(f"{value:.2f}" for value in values)])
         for result in shown:
             if attention_label(result.checkpoint.attention) == attention:
-                form, *cells = run_row(result, TWICE, marks)
+                form, *cells = run_row(result, PRINTED, marks)
                 rows.append(["" if form == attention else form, *cells])
     others = [r for r in shown if attention_label(r.checkpoint.attention) not in paper.ACCURACIES]
     for result in sorted(others, key=lambda r: attention_label(r.checkpoint.attention)):
-        rows.append(run_row(result, TWICE, marks))
-    rows.append(chance_row(TWICE))
+        rows.append(run_row(result, PRINTED, marks))
+    rows.append(chance_row(PRINTED))
     notes = [*NOTES, *seeds_note(results), *mark_notes(rows), *cut_notes(COLUMNS, results)]
-    head = [*HEAD, *(column.heading for column in TWICE)]
+    head = [*HEAD, *(column.heading for column in PRINTED)]
     return Table("Table 2 of the paper, and ours", head, rows, notes)
 
 
@@ -84,7 +84,7 @@ def table2_values(results: Sequence[Result]) -> dict[str, Any]:
         about = asdict(result.checkpoint) | {"seed": result.seeds}
         rows.append({"checkpoint": about, "cells": cells})
     columns = [
-        {"heading": column.heading, "task": column.task, "num_fewshot": column.shots} for column in TWICE
+        {"heading": column.heading, "task": column.task, "num_fewshot": column.shots} for column in PRINTED
     ]
     accuracies = {name: values for name, (_, values) in paper.ACCURACIES.items()}
-    return {"columns": columns, "paper": accuracies, "chance": [c.chance for c in TWICE], "runs": rows}
+    return {"columns": columns, "paper": accuracies, "chance": [c.chance for c in PRINTED], "runs": rows}

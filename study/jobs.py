@@ -30,8 +30,8 @@ USER_ERROR = 2  # exit code
 CARD_GONE = ("no CUDA device", "device 'cuda")
 Gpus = tuple[int, ...]  # the GPUs that a job runs on; () is the CPU
 GRACE = 600.0  # seconds that a stopped child has to save
-OURS = "lingpt: "  # before an error that LinGPT explains
-FOREIGN = 300  # characters shown of a last line that is not ours
+ERROR_PREFIX = "lingpt: "  # before an error that LinGPT explains
+SHOWN = 300  # characters shown of a last line that is not ours
 MOST_PROCESSES = 1024  # on the CPU
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*:")  # the error's line in a traceback
 
@@ -70,17 +70,17 @@ class Job:
     def last_line(self) -> str:
         """Why this attempt ended, by its output: the last error that LinGPT explains, whole, as its end says
         how to mend it; else the error of a traceback, as after PyTorch's errors come hints and the place;
-        else the last line. Of what is not ours the first `FOREIGN` characters.
+        else the last line. Of what is not ours the first `SHOWN` characters.
         """
         text = self.log.read_bytes()[self.begin :].decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if not lines:
             return ""
-        if ours := [line for line in lines if line.startswith(OURS)]:
-            return ours[-1].removeprefix(OURS)
+        if ours := [line for line in lines if line.startswith(ERROR_PREFIX)]:
+            return ours[-1].removeprefix(ERROR_PREFIX)
         if "Traceback (most recent call last):" in lines:
             lines = [line for line in lines if _ERROR.match(line)] or lines
-        return lines[-1] if len(lines[-1]) <= FOREIGN else f"{lines[-1][:FOREIGN]}…"
+        return lines[-1] if len(lines[-1]) <= SHOWN else f"{lines[-1][:SHOWN]}…"
 
 
 @dataclass(frozen=True)

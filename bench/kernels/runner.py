@@ -29,7 +29,7 @@ def run_bench(
     quick: bool = False,
     budget: float = 1200.0,
     limit: float = 6.0,
-    device: str | torch.device = "cuda",
+    device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
     sweeps: dict[str, tuple[Shape, ...]] | None = None,
     save_to: Path | None = None,
@@ -48,16 +48,16 @@ def run_bench(
     """
     from tqdm import tqdm
 
-    device = _usable_device(device)
+    where = _usable_device(device)
     sweeps = sweeps or (QUICK if quick else SWEEPS)
     only = list(only)
     selected, shapes = choose_implementations(implementations), choose_shapes(only, sweeps)
     training = set(sweeps.get("training", ())) if not only or "training" in only else set()
-    warn_if_shared(device)
+    warn_if_shared(where)
     name = str(dtype).removeprefix("torch.")
-    results = Results.begin(device, name, save_to, append)
+    results = Results.begin(where, name, save_to, append)
     schedule = _schedule(shapes, selected, training, results)
-    clock, session = Clock(device), Session(results, device, budget, save_to)
+    clock, session = Clock(where), Session(results, where, budget, save_to)
     timings = tqdm(schedule, desc="bench", unit="timing", disable=None)
     for n, shape, implementation in timings:
         timings.set_postfix_str(f"{implementation.name} {shape} round {n}")
@@ -94,16 +94,16 @@ def _predict(rows: list[Row], row: Row) -> float | None:
     return ms / 1e3 * work(row.shape) / largest
 
 
-def _usable_device(name: str | torch.device) -> torch.device:
+def _usable_device(name: str) -> torch.device:
     """The device, made the current one; UserError if there is none."""
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", str(name)):
-        raise UserError(f"unknown device {str(name)!r}: use cuda, cuda:1 … or cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise UserError(f"unknown device {name!r}: use cuda, cuda:1 … or cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         hint = "--device cpu measures PyTorch's"
         raise UserError(f"the benchmark needs a CUDA device, and there is none here ({hint})")
     if device.index is not None:
-        torch.cuda.set_device(find_device(str(device), instead="cuda"))
+        torch.cuda.set_device(find_device(name, instead="cuda"))
     return device
 
 

@@ -156,10 +156,10 @@ def test_bad_lines_are_named(tmp_path):
         (good + '\n{"goal": "cut o', r"piqa_valid\.jsonl:2: not JSON"),
         (good + '\n\n{"goal": "g", "sol1": "a", "label": 0}\n', r"piqa_valid\.jsonl:3: no 'sol2'"),
         (json.dumps(json.loads(good) | {"goal": "\ud83d"}), "jsonl:1: has half a surrogate pair"),
-        (good.encode() + b"\n\xff\xfe\n", r"piqa_valid\.jsonl:2: not JSON"),
+        (good + "\n\udcff\udcfe\n", r"piqa_valid\.jsonl:2: not JSON"),
         ("\n", "is empty"),
     ]:
-        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        file.write_text(text, errors="surrogateescape")
         with pytest.raises(UserError, match=message):
             load_tasks("piqa", 0, tmp_path)
 
