@@ -61,12 +61,13 @@ def model_card(model: "GPT", source: Path) -> str:
     from lingpt.common.options import flatten
     from lingpt.common.run_folder import CONFIG, read_config, read_environment, read_manifest, scores_file
     from lingpt.models import attention_form
+    from lingpt.models.export import stock_type
     from lingpt.train import Recipe
 
     config = model.config
     form = attention_form(config.attention, config.to_dict())
     version = installed_version("lingpt") or "(not installed)"
-    load = "" if form == "softmax" else "import lingpt.hf\n"
+    load = "" if stock_type(model) else "import lingpt.hf\n"
     lines = [
         f"# {config.name} with attention {form}",
         f"{model.num_parameters():,} parameters, {config.n_layer} layers, sequences of up to "

@@ -66,13 +66,19 @@ def export_hf(
         )
 
 
+def stock_type(model: GPT) -> str | None:
+    """The `model_type` of transformers that computes this model; None if it needs `import lingpt.hf`."""
+    if not all(block.attn.hf_exportable for block in model.blocks):
+        return None
+    return "gpt_neox" if is_gpt_neox(model.config) else llama_kind(model.config)
+
+
 def _write_model(model: GPT, folder: Path, token_ids: dict[str, int]) -> None:
     """Writes config.json and the weights, as GPT-NeoX's or Llama's if the model is one."""
     about: dict[str, Any] = {"dtype": str(model.lm_head.weight.dtype).removeprefix("torch."), **token_ids}
-    plain = all(block.attn.hf_exportable for block in model.blocks)
-    if plain and is_gpt_neox(model.config):
+    if (stock := stock_type(model)) == "gpt_neox":
         write_gpt_neox(model, folder, about)
-    elif plain and llama_kind(model.config):
+    elif stock:
         write_llama(model, folder, about)
     else:
         own = {

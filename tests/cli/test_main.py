@@ -23,6 +23,7 @@ from lingpt.cli.main import main
 from lingpt.common.files import write_json
 from lingpt.common.install import install_command
 from lingpt.common.run_folder import read_metrics, scores_file
+from lingpt.models import GPT, ModelArgs, save_model
 from lingpt.train.config import recipe_from_dict
 from lingpt.train.recipe import parse_recipe
 
@@ -347,6 +348,20 @@ def test_another_end_of_text_goes_all_the_way(project, capsys):
     theirs = AutoTokenizer.from_pretrained("hf")
     model = json.loads(Path("hf/config.json").read_text())
     assert (theirs.eos_token, theirs.eos_token_id, model["eos_token_id"]) == ("<stop>", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("attention", "sizes", "stock"),
+    [("softmax+sdpa=flash", {}, True), ("softmax", {"bias": False}, False), ("ours", {}, False)],
+)
+def test_a_models_card_imports_what_its_type_needs(tmp_path, monkeypatch, attention, sizes, stock):
+    """Guards: an example that fails, of plain softmax in a shape that no stock model has."""
+    monkeypatch.chdir(tmp_path)
+    save_model(GPT.create(ModelArgs("demo", attention, n_layer=1, **sizes).config(), seed=0), "own")
+    with pytest.warns(UserWarning, match="gets no tokenizer"):
+        assert main(["export", "own", "hf", "--hf"]) == 0
+    assert ("import lingpt.hf" not in Path("hf/README.md").read_text()) == stock
+    assert (json.loads(Path("hf/config.json").read_text())["model_type"] != "lingpt") == stock
 
 
 def test_a_folder_of_transformers_gives_the_sizes(project, capsys):
