@@ -45,7 +45,7 @@ class Config(Architecture):
         if not all(isinstance(name, str) for name in layers):
             raise UserError(f"attention={self.attention!r}: give one name, or a list with one per layer")
         for name in layers:
-            if "+" in name or name in ALIASES:
+            if _is_form(name):
                 raise UserError(f"{name!r} is a form: ModelArgs(name, attention={name!r}).config() reads it")
             if name not in ATTENTIONS:
                 raise unknown_attention(name)
@@ -166,8 +166,7 @@ class ModelArgs:
         UserError for an option that is unknown, or has two values.
         """
         names = self.attention if isinstance(self.attention, list) else [self.attention]
-        is_form = [isinstance(name, str) and ("+" in name or name in ALIASES) for name in names]
-        forms = [parse_form(name) if form else (name, {}) for name, form in zip(names, is_form, strict=True)]
+        forms = [parse_form(name) if _is_form(name) else (name, {}) for name in names]
         every = [options.pop(SOFTMAX_EVERY, None) for _, options in forms]
         self._set_options(item for _, options in forms for item in options.items())
         bare = [name for name, _ in forms]
@@ -211,6 +210,11 @@ class ModelArgs:
                     f"{', '.join(sorted(has))}: leave model.{option} out"
                 )
         return config
+
+
+def _is_form(name: Any) -> bool:
+    """Whether an attention's name is an alias, or has options behind it."""
+    return isinstance(name, str) and ("+" in name or name in ALIASES)
 
 
 def _aliases_in(attention: str | list[str]) -> str:

@@ -85,10 +85,8 @@ class Watch:
         collectives: gives the number of collectives this process has reached. speaks: whether it prints for
         its machine if the store, by which processes agree, is gone.
         """
-        args = (heartbeats, collectives, speaks)
-        threading.Thread(
-            target=self._watch_heartbeats, args=args, name="watch-heartbeats", daemon=True
-        ).start()
+        self._heartbeats, self._collectives, self._speaks = heartbeats, collectives, speaks
+        threading.Thread(target=self._watch_heartbeats, name="watch-heartbeats", daemon=True).start()
 
     def stop(self) -> None:
         """Stops watching: processes may end from now on, and `collectives` is not called any more."""
@@ -155,19 +153,22 @@ class Watch:
                         self._exit(128 + self.interrupted if self.interrupted else 2)
                     return
 
-    def _watch_heartbeats(self, heartbeats: Heartbeats, collectives: Callable[[], int], speaks: bool) -> None:
+    def _watch_heartbeats(self) -> None:
+        heartbeats = self._heartbeats
         while not self._stopped.wait(heartbeats.interval):
-            if (count := self._count(collectives)) is None:
+            if (count := self._count()) is None:
                 return
             answered = threading.Event()
-            args = (answered, heartbeats, collectives, speaks)
-            threading.Thread(target=self._limit_answer, args=args, name="watch-store", daemon=True).start()
+            threading.Thread(
+                target=self._limit_answer, args=(answered,), name="watch-store", daemon=True
+            ).start()
             try:
                 line = heartbeats.beat(count)
             except RuntimeError:  # the store is gone, with the process that hosts it
                 # The main thread may be about to say so, or wait in vain.
                 if not self._stopped.wait(GRACE):
-                    self.report_once(lost_message(heartbeats.rank, heartbeats.world_size) if speaks else "")
+                    lost = lost_message(heartbeats.rank, heartbeats.world_size)
+                    self.report_once(lost if self._speaks else "")
                     self._exit(1)
                 return
             finally:
@@ -175,26 +176,24 @@ class Watch:
             if line is not None:
                 return self._end(line)
 
-    def _limit_answer(
-        self, answered: threading.Event, heartbeats: Heartbeats, collectives: Callable[[], int], speaks: bool
-    ) -> None:
+    def _limit_answer(self, answered: threading.Event) -> None:
         """Ends a run that makes no progress while its store does not answer, as its process was stopped."""
-        count, still = None, 0.0
+        heartbeats, count, still = self._heartbeats, None, 0.0
         while still < 0.9 * heartbeats.seconds:  # the store is read only after a tenth of it
             if answered.wait(heartbeats.interval):
                 return
-            before, count = count, self._count(collectives)
+            before, count = count, self._count()
             if count is None:
                 return
             still = still + heartbeats.interval if count == before else 0.0
         where = f"on {os.environ.get('MASTER_ADDR')}, which does not answer"
-        speaks = speaks or heartbeats.rank == 1  # rank zero is stopped and cannot speak
+        speaks = self._speaks or heartbeats.rank == 1  # rank zero is stopped and cannot speak
         self._end(straggler_message(0, heartbeats.world_size, where, heartbeats.seconds) if speaks else "")
 
-    def _count(self, collectives: Callable[[], int]) -> int | None:
-        """The result of `collectives`; None after `stop`, when it must not be called any more."""
+    def _count(self) -> int | None:
+        """The number of collectives; None after `stop`, when nobody counts them any more."""
         with self._counting:
-            return None if self._stopped.is_set() else collectives()
+            return None if self._stopped.is_set() else self._collectives()
 
     def _end(self, line: str) -> None:
         """Prints why the run ends, and ends this process and its children."""
