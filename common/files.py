@@ -30,7 +30,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 DISK_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)
 _MOST_NODES = 100_000  # values in a YAML file
 PARTIAL = ".partial"  # the suffix of files that are not whole yet
-ABANDONED = 3600.0  # seconds after which such a file is assumed to have no writer any more
+STALE = 3600.0  # seconds after which such a file is assumed to have no writer any more
 
 
 def cache_dir() -> Path:
@@ -42,7 +42,7 @@ def cache_dir() -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file in `path`'s folder; it takes `path`'s place if the block ends without an error.
 
-    Removes what killed writers of `path` left behind, once it is `ABANDONED`. Creates the folder if it is
+    Removes what killed writers of `path` left behind, once it is `STALE`. Creates the folder if it is
     missing, except a temporary one of `new_folder`: that is missing only if its disk has gone.
     """
     if path.is_dir():
@@ -50,7 +50,7 @@ def replacing(path: Path) -> Iterator[Path]:
     if path.parent.suffix != PARTIAL:
         path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):  # another user's, for example: it does no harm
-        remove_partial(path.parent, f"{path.name}.", older_than=ABANDONED)
+        remove_partial(path.parent, f"{path.name}.", older_than=STALE)
     temporary = _partial_name(path)
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)  # less the umask
     mode = os.fstat(handle).st_mode & 0o777

@@ -27,9 +27,8 @@ VERBS = (  # PATH: what is given; {out}: a free name
     "eval --config PATH", "eval --runs PATH", "eval --runs_dir PATH --model demo", "study --config PATH",
     "curves PATH", "export PATH {out}", "export PATH {out} --hf true", "generate PATH",
     "generate PATH --document PATH", "generate PATH --state PATH", "replay PATH --step 1",
- "bench --redraw true --out PATH",
-    "bench train --redraw true --out PATH", "bench decode --redraw true --out PATH",
-    "mqar --redraw true --out PATH",
+    "bench --redraw true --out PATH", "bench train --redraw true --out PATH",
+    "bench decode --redraw true --out PATH", "mqar --redraw true --out PATH",
 )  # fmt: skip
 FILES = (
     "config.yaml", "metrics.jsonl", "model_config.yaml", "config.json", "manifest.json", "model.safetensors",
@@ -50,13 +49,9 @@ CONTENTS = st.binary(max_size=60) | st.sampled_from(
 )
 
 
-def make_file(at: Path, content: bytes) -> None:
-    at.write_bytes(content)
-
-
 MAKERS: dict[str, Callable[[Path, bytes], object]] = {
     "missing": lambda at, _: None,
-    "file": make_file,
+    "file": Path.write_bytes,
     "fifo": lambda at, _: os.mkfifo(at),
     "link to itself": lambda at, _: at.symlink_to(at.name),
     "link to nothing": lambda at, _: at.symlink_to("nothing"),

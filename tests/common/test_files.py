@@ -12,7 +12,7 @@ import pytest
 from lingpt.common import files
 from lingpt.common.errors import UserError
 from lingpt.common.files import (
-    ABANDONED,
+    STALE,
     new_folder,
     read_json,
     read_yaml,
@@ -117,7 +117,7 @@ def test_a_value_that_is_not_of_its_tag_is_no_yaml(tmp_path, text):
 def test_what_a_killed_writer_left_goes_later(tmp_path, name):
     """Not at once: another process may be writing the same file. Guards: a name read as a pattern."""
     old, new = tmp_path / f".{name}.a1b2c3.partial", tmp_path / f".{name}.d4e5f6.partial"
-    for left, age in ((old, 2 * ABANDONED), (new, 0)):
+    for left, age in ((old, 2 * STALE), (new, 0)):
         left.touch()
         os.utime(left, (time.time() - age,) * 2)
     other = tmp_path / f".{name}5.a1b2c3.partial"

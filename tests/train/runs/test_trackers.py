@@ -112,13 +112,6 @@ def test_the_record_of_a_killed_run_has_its_losses(make_recipe, logged_out, star
     assert [row["train/loss"] for row in logged] == pytest.approx(written[: len(logged)])
 
 
-def wait_until(condition, seconds=120):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come to that"
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 def test_wandb_dying_does_not_end_the_run(make_recipe, logged_out, capsys, monkeypatch):
     """Its own process is killed at step 3; the run goes on, and says so once."""
