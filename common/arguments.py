@@ -14,7 +14,7 @@ from lingpt.common.options import RARE, Declared, Option, as_word, build, flatte
 
 T = TypeVar("T")
 
-CONFIG = Declared(str, Option("a YAML file"), "")
+CONFIG = Declared(str, Option("a YAML file"), "")  # may be given more than once
 
 
 class ConfigFile(NamedTuple):
@@ -75,8 +75,9 @@ def read_layers(
         except UnicodeEncodeError as error:
             # Python decodes non-UTF-8 bytes in argv to lone surrogates, which cannot be encoded again.
             raise UserError(f"{word!r} is not UTF-8: convert it or, of a file, rename it") from error
-    files, given = _split(verb, options_of(cls), words, config is not None)
-    layers = [_file_layer(cls, config.find(name)) for name in files] if config else []
+    options = {**options_of(cls), "config": CONFIG} if config else options_of(cls)
+    given = _split(verb, options, words)
+    layers = [_file_layer(cls, config.find(name)) for name in given.pop("config", [])] if config else []
     return [*layers, Layer(None, read_values(cls, given))]
 
 
@@ -91,11 +92,9 @@ def _file_layer(cls: Any, path: Path) -> Layer:
         raise UserError(f"{path}: {error}") from error
 
 
-def _split(
-    verb: str, options: Mapping[str, Declared], words: Sequence[str], takes_config: bool
-) -> tuple[list[str], dict[str, Any]]:
-    """The values of `--config`, and those of the options: each a word, a list of words, or True."""
-    files, given, rest = list[str](), dict[str, Any](), deque(words)
+def _split(verb: str, options: Mapping[str, Declared], words: Sequence[str]) -> dict[str, Any]:
+    """The values of the options, each a word, a list of words, or True; of CONFIG all of them, in a list."""
+    given, rest = dict[str, Any](), deque(words)
     positional = [key for key, declared in options.items() if declared.option.positional]
     while rest:
         key, equals, value = rest[0].partition("=")
@@ -108,24 +107,20 @@ def _split(
                 given[positional.pop(0)] = rest.popleft()
             continue
         rest.popleft()
-        name, is_config = key.removeprefix("--"), takes_config and key == "--config"
-        if name not in options and not is_config:
+        name = key.removeprefix("--")
+        if name not in options:
             elsewhere = [o for o in options if o.endswith("." + name.rpartition(".")[2])]  # in another group
-            known = [*options, "config"] if takes_config else options
-            hint = nearest(name, elsewhere or known)
+            hint = nearest(name, elsewhere or options)
             raise UserError(f"unknown key {name!r}{hint}; `lingpt {verb} --help` lists them")
-        declared = options.get(name, CONFIG)
+        declared = options[name]
         if equals:
             found: Any = [value] if declared.is_list else value
         else:
             found = _value(key, declared, rest, bool(positional))
-        if is_config:
-            files.append(found)
-            continue
-        given[name] = found
+        given[name] = [*given.get(name, []), found] if declared is CONFIG else found
         if name in positional and not declared.is_list:
             positional.remove(name)
-    return files, given
+    return given
 
 
 def _value(key: str, declared: Declared, rest: deque[str], positional: bool) -> Any:
