@@ -6,11 +6,22 @@ from pathlib import Path
 import datasets  # noqa: F401  before the tests, as its objects are then not the collector's at each training
 import pytest
 
-from lingpt.data import DataConfig
+from lingpt.data import DataConfig, prepare
 from lingpt.models import ModelArgs
-from lingpt.train import Recipe, TrainConfig
+from lingpt.train import Recipe, TrainConfig, loop
+from lingpt.train.distributed.parallel import Parallel
+from lingpt.train.planning.machine import choose_machine
+from lingpt.train.runs.run_lock import RunLock
 
 SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "intermediate_size": 128, "vocab_size": 320}
+
+
+def start(recipe: Recipe) -> loop.Run:
+    """A run that has begun but not trained."""
+    machine, dataset = choose_machine(recipe.train), prepare(recipe.data, progress=False)
+    recipe.run_folder.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(recipe.run_folder)
+    return loop.Run(recipe, machine, recipe.model.config(), dataset, Parallel(machine), lock)
 
 
 @pytest.fixture

@@ -25,22 +25,13 @@ from lingpt.common.run_folder import read_manifest, read_metrics, write_manifest
 from lingpt.data import BatchSampler, growing, prepare, stream
 from lingpt.models import ATTENTIONS, ModelArgs
 from lingpt.train import loop, loss, report, train
-from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.planning.machine import choose_machine
 from lingpt.train.runs.replay import replay
 from lingpt.train.runs.resume import refusal, schedule_jump
-from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.signals import Stop
 from lingpt.train.step import learning_rates
 from lingpt.train.validation import validate
 
-
-def start(recipe) -> loop.Run:
-    """A run that has begun but not trained."""
-    machine, dataset = choose_machine(recipe.train), prepare(recipe.data, progress=False)
-    recipe.run_folder.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(recipe.run_folder)
-    return loop.Run(recipe, machine, recipe.model.config(), dataset, Parallel(machine), lock)
+from .conftest import start
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:

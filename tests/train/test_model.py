@@ -1,4 +1,4 @@
-"""The model that a run trains: compiled once for all layers, and refused where the sequence does not fit."""
+"""The model that a run trains is compiled once for all layers."""
 
 import pytest
 import torch

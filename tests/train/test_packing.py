@@ -17,13 +17,11 @@ from lingpt.data import Batch, prepare
 from lingpt.models import GPT, ModelArgs
 from lingpt.train import train
 from lingpt.train.compilation import compile_blocks
-from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.loop import Run
-from lingpt.train.planning.machine import choose_machine
 from lingpt.train.runs.replay import replay
-from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.signals import Stop
 from lingpt.train.validation import validate
+
+from .conftest import start
 
 HYBRID = "ours-gated+output_gate+short_conv+softmax_every=2"
 
@@ -52,9 +50,8 @@ def one_by_one(gpt: GPT, batch: Batch) -> tuple[torch.Tensor, int]:
 def test_a_step_is_that_of_the_documents_one_by_one(make_packed):
     """Loss, gradient and validation, with accumulation and activation checkpointing."""
     recipe = make_packed(HYBRID, micro_batch_size=2, activation_checkpointing=True, grad_clip=1e9)
-    machine, dataset = choose_machine(recipe.train), prepare(recipe.data, progress=False)
-    recipe.run_folder.mkdir(parents=True)
-    run = Run(recipe, machine, recipe.model.config(), dataset, Parallel(machine), RunLock(recipe.run_folder))
+    run = start(recipe)
+    val = run.dataset.val
     run.optimizer.step = lambda: None
     line = run.step(Stop())
     gradients = {name: p.grad.clone() for name, p in run.gpt.named_parameters()}
@@ -65,9 +62,9 @@ def test_a_step_is_that_of_the_documents_one_by_one(make_packed):
     for name, p in run.gpt.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
-        blocks = recipe.validation_blocks(len(dataset.val))
-        total, count = one_by_one(run.gpt, dataset.val.gather(range(blocks)))
-    loss, _ = validate(run, dataset.val, Stop())
+        blocks = recipe.validation_blocks(len(val))
+        total, count = one_by_one(run.gpt, val.gather(range(blocks)))
+    loss, _ = validate(run, val, Stop())
     assert loss == pytest.approx(total.item() / count, rel=1e-5)
 
 
