@@ -186,13 +186,15 @@ def user_message(error: BaseException) -> str | None:
         package = str(error.name).partition(".")[0]
         extra = _extra_with(package)
         return f"{package} is not installed: {install_command(extra)}" if extra else None
-    if isinstance(error, OSError) and error.errno in FULL_DISK:
-        where = f" writing {error.filename}" if error.filename else ""
-        return f"the disk is full{where}: free some space and start again"
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"{str(error.filename)[:80]}…: a name in a path has at most 255 bytes: shorten it"
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS and error.filename:
-        return f"{error.filename}: {error.strerror}; {disk_fix(error, error.filename)} and start again"
+    if not isinstance(error, OSError):
+        return None
+    name = error.filename
+    if error.errno in FULL_DISK:
+        return f"the disk is full{f' writing {name}' if name else ''}: free some space and start again"
+    if error.errno == errno.ENAMETOOLONG:
+        return f"{str(name)[:80]}…: a name in a path has at most 255 bytes: shorten it"
+    if error.errno in DISK_ERRORS and name:
+        return f"{name}: {error.strerror}; {disk_fix(error, name)} and start again"
     return None
 
 

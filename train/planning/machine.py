@@ -57,11 +57,11 @@ def choose_machine(config: TrainConfig) -> Machine:
     devices, num_nodes = _processes(config, gpus if accelerator == "cuda" else 1)
     if devices < 1:
         raise UserError(f"--train.devices is {devices}; it must be at least 1")
-    if accelerator == "cuda" and devices > gpus:
-        raise UserError(_too_few_message(gpus, devices))
-    if accelerator == "cuda" and devices * num_nodes > 1 and not torch.distributed.is_nccl_available():
-        raise UserError("several GPUs need NCCL, which this PyTorch was built without: --train.devices 1")
     if accelerator == "cuda":
+        if devices > gpus:
+            raise UserError(_too_few_message(gpus, devices))
+        if devices * num_nodes > 1 and not torch.distributed.is_nccl_available():
+            raise UserError("several GPUs need NCCL, which this PyTorch was built without: --train.devices 1")
         cards = [torch.cuda.get_device_properties(index) for index in range(devices)]
         # Limited by the smallest and the oldest of the cards.
         name, memory = cards[0].name, min(card.total_memory for card in cards)
