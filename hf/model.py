@@ -208,8 +208,8 @@ class LinGPTModel(ComputedBuffers, LinGPTPreTrainedModel):
     def new_cache(self, batch_size: int, columns: int, dtype: torch.dtype) -> LinGPTCache:
         """An empty cache with room for so many columns."""
         blocks = [block for block in self.h if isinstance(block, Block)]
-        sizes = [(batch_size, columns, block.norm_1.weight.device, dtype) for block in blocks]
-        return LinGPTCache([b.attn.new_state(*size) for b, size in zip(blocks, sizes, strict=True)])
+        states = [b.attn.new_state(batch_size, columns, b.norm_1.weight.device, dtype) for b in blocks]
+        return LinGPTCache(states)
 
 
 def padded_borders(mask_BN: torch.Tensor, keeps_cache: bool, continues: bool) -> torch.Tensor | None:

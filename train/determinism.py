@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,19 +17,18 @@ def deterministic(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    before, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn
+    cudnn, memory = torch.backends.cudnn, cast(Any, torch.utils.deterministic)
+    before, fill = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     flags = cudnn.deterministic, cudnn.benchmark
-    empty: Any = torch.utils.deterministic
-    fill = empty.fill_uninitialized_memory
     # cuBLAS reads it when it starts; processes launched later inherit it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         torch.use_deterministic_algorithms(True)
         cudnn.deterministic, cudnn.benchmark = True, False
         # Nothing here reads uninitialised memory: filling every new tensor would only cost time.
-        empty.fill_uninitialized_memory = False
+        memory.fill_uninitialized_memory = False
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        empty.fill_uninitialized_memory = fill
+        memory.fill_uninitialized_memory = fill
         cudnn.deterministic, cudnn.benchmark = flags

@@ -316,15 +316,19 @@ def two_processes(start_script) -> Callable[..., list[Outcome]]:
     return run
 
 
-PARALLEL = """
+IMPORTS = """
 import os, signal, sys, threading, time
 import torch
 from dataclasses import replace
+from lingpt.cli.main import user_message
+from lingpt.common.errors import UserError
 from lingpt.train import TrainConfig
 from lingpt.train.distributed import watch
-from lingpt.train.planning.machine import choose_machine
 from lingpt.train.distributed.parallel import Parallel
+from lingpt.train.planning.machine import choose_machine
 watch.GRACE = 1.0
+"""
+PARALLEL = f"""{IMPORTS}
 machine = choose_machine(TrainConfig(accelerator="cpu", devices=2))
 machine = replace(machine, strategy=os.environ.get("STRATEGY", "ddp"))
 parallel = Parallel(machine, timeout_minutes=0.05)
@@ -402,15 +406,11 @@ def test_who_is_stopped_within_a_collective_is_named(two_processes, late):
     assert line.startswith(f"lingpt: process {late} of 2 (on ") and other.code == 1
 
 
-DIES = """
+DIES = f"""
 import os, signal
 if os.environ.get("LOCAL_RANK") == "1":
     os.kill(os.getpid(), signal.SIGKILL)
-from lingpt.train import TrainConfig
-from lingpt.train.distributed import watch
-from lingpt.train.planning.machine import choose_machine
-from lingpt.train.distributed.parallel import Parallel
-watch.GRACE = 1.0
+{IMPORTS}
 Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minutes=1)
 """
 
@@ -423,27 +423,23 @@ def test_a_process_that_dies_before_it_has_met_the_others_is_named(start_script)
     assert "process 1 of 2" in outcome.output and "was killed by signal 9" in outcome.output
 
 
-ORPHANED = """
+ORPHANED = f"""
 import os, signal
 if os.environ.get("LOCAL_RANK") == "1":
     os.kill(os.getppid(), signal.SIGKILL)
-from lingpt.train import TrainConfig
-from lingpt.train.planning.machine import choose_machine
-from lingpt.train.distributed.parallel import Parallel
+{IMPORTS}
 Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minutes=0.1)
 """
 
 
 # One that torchrun has started, which dies when the process has begun to import, as that of `lingpt` does.
-ORPHAN_OF_TORCHRUN = """
+ORPHAN_OF_TORCHRUN = f"""
 import os, signal, subprocess, sys
 if "LOCAL_RANK" not in os.environ:
-    sys.exit(subprocess.call([sys.executable, __file__], env=os.environ | {"LOCAL_RANK": "0"}))
+    sys.exit(subprocess.call([sys.executable, __file__], env=os.environ | {{"LOCAL_RANK": "0"}}))
 import lingpt.cli.main
 os.kill(os.getppid(), signal.SIGKILL)
-from lingpt.train import TrainConfig
-from lingpt.train.planning.machine import choose_machine
-from lingpt.train.distributed.parallel import Parallel
+{IMPORTS}
 Parallel(choose_machine(TrainConfig(accelerator="cpu")), timeout_minutes=0.1)
 """
 
@@ -460,23 +456,16 @@ def test_a_process_whose_main_process_dies_while_it_imports_ends(start_script, o
     assert re.search(said, outcome.output), outcome.output
 
 
-DIFFER = """
-import os
-from dataclasses import replace
-from lingpt.cli.main import user_message
-from lingpt.common.errors import UserError
-from lingpt.train import TrainConfig
-from lingpt.train.planning.machine import choose_machine
-from lingpt.train.distributed.parallel import Parallel
+DIFFER = f"""{IMPORTS}
 strategy = "fsdp" if os.environ["RANK"] == "1" else "ddp"
 machine = replace(choose_machine(TrainConfig(accelerator="cpu")), strategy=strategy)
 try:
     parallel = Parallel(machine, timeout_minutes=1)
     try:
-        parallel.check_same_settings(machine, {"train.seed": 0, "train.max_steps": 4 + parallel.rank})
+        parallel.check_same_settings(machine, {{"train.seed": 0, "train.max_steps": 4 + parallel.rank}})
     except UserError as error:
         print(user_message(error))
-    parallel.check_same_settings(machine, {"train.seed": 0})
+    parallel.check_same_settings(machine, {{"train.seed": 0}})
 except UserError as error:
     print(user_message(error))
 """
