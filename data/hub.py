@@ -101,6 +101,8 @@ def hub_corpus(
     """
     name, _, rest = source.partition(":")
     config, _, split = rest.partition(":")
+    if not name.strip("/ "):
+        raise UserError(f"{HUB}{source} names no data set: give {HUB}owner/name, as on the hub")
     found = _load(name, config)
     rows = next(iter(found.values()))
     sizes = {name: [split.num_examples, split.num_bytes] for name, split in (rows.info.splits or {}).items()}

@@ -197,6 +197,13 @@ def test_a_data_set_whose_files_do_not_fit_is_one_line(tmp_path: Path, monkeypat
         open_corpus("hf:owner/name")
 
 
+@pytest.mark.parametrize("source", ["hf:", "hf:/", "hf::train"])
+def test_the_hub_without_a_name_is_a_line(source):
+    """Guards: a traceback of `datasets`."""
+    with pytest.raises(UserError, match=f"^{source} names no data set: give hf:owner/name"):
+        open_corpus(source)
+
+
 def test_null_and_mixed_rows_of_jsonl_have_a_line(tmp_path: Path):
     """With the key that was asked for."""
     for line, message in (
