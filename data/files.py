@@ -80,10 +80,12 @@ def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[P
     kinds = ([path for path in found if path.name.endswith(suffixes)] for suffixes in KINDS)
     files = one or next(filter(None, kinds), [])
     if not files:
-        holds = f"the folder {source} holds no documents"
-        where = holds if expand(source).is_dir() else f"there are no documents at {source}"
-        give = ", or ".join(["a file, folder or glob of JSONL, Parquet or text", *named])
-        raise UserError(f"{where} ({', '.join(sum(KINDS, ()))}): give {give}")
+        folder = expand(source).is_dir()
+        where = f"the folder {source} holds no documents" if folder else f"there are no documents at {source}"
+        nested = folder and any(path.is_dir() for path in matches)
+        give = [f"{source.rstrip('/')}/** for those in its folders"] if nested else []
+        give += ["a file, folder or glob of JSONL, Parquet or text", *named]
+        raise UserError(f"{where} ({', '.join(sum(KINDS, ()))}): give {', or '.join(give)}")
     return files
 
 
