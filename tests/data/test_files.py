@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from lingpt.common.errors import UserError
-from lingpt.data.files import files_corpus, find_files
+from lingpt.data.files import files_corpus, find_files, whole_corpus
 
 
 def test_paths_folders_and_globs(write_jsonl, tmp_path: Path):
@@ -98,6 +98,14 @@ def test_what_is_not_read_beside_jsonl_is_named(write_jsonl, tmp_path: Path):
     assert files_corpus(str(tmp_path / "mixed")).left_out == f"{first}, … (10 in all)"
 
 
+def test_a_licence_beside_parquet_is_not_read(tmp_path: Path):
+    """Guards: a data set of one document, the text file that comes with it."""
+    (tmp_path / "LICENSE.txt").write_text("You may.")
+    parquet.write_table(pa.table({"text": ["rain"]}), tmp_path / "a.parquet")
+    corpus = files_corpus(str(tmp_path))
+    assert [d.text for d in corpus.train.read()] == ["rain"] and corpus.left_out == "LICENSE.txt"
+
+
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "empty", "nothing-*.jsonl", "wiki40B"])
 def test_a_path_with_no_documents_is_refused(tmp_path: Path, monkeypatch, source):
     """The message names the source and what would do."""
@@ -129,9 +137,11 @@ def test_a_file_that_opens_and_cannot_be_read_is_one_line():
 @pytest.mark.parametrize("name", ["iterdir", "is_file"])
 def test_a_folder_that_cannot_be_read_is_to_be_made_readable(write_jsonl, tmp_path, monkeypatch, name):
     """Guards: advice to make the folder writable."""
-    write_jsonl(["one"])
+    file = write_jsonl(["one"])
 
     def refuse(path: Path):
+        if name == "is_file" and path != file:  # the folder can be listed, and not entered
+            return False
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr(Path, name, refuse)  # the tests may run as root, who may read all
@@ -143,18 +153,22 @@ def test_a_folder_that_cannot_be_read_is_to_be_made_readable(write_jsonl, tmp_pa
 
 def test_files_named_by_split_are_kept_apart(write_jsonl, tmp_path: Path):
     """A folder with train, validation and test files must not train on what it is judged by."""
-    held_out = ["dev-0.jsonl", "val.jsonl", "valid.jsonl", "validation.jsonl"]
-    for name in (*held_out, "train-1.jsonl", "train-2.jsonl", "test.jsonl", "testimony.jsonl"):
+    held_out = ["Dev-0.jsonl", "val.jsonl", "valid.jsonl", "validation.jsonl"]
+    trained_on = ["interval.jsonl", "testimony.jsonl", "train-1.jsonl", "train-2.jsonl"]
+    for name in (*held_out, *trained_on, "test.jsonl"):
         write_jsonl([name], f"wiki/{name}")
     corpus = files_corpus(str(tmp_path / "wiki"))
-    assert [d.text for d in corpus.train.read()] == ["testimony.jsonl", "train-1.jsonl", "train-2.jsonl"]
+    assert [d.text for d in corpus.train.read()] == trained_on
     assert [d.text for d in corpus.val.read()] == held_out
     assert corpus.rule == f"held out by name: {', '.join(held_out)}; left alone: test.jsonl"
 
 
-@pytest.mark.parametrize("form", ["wiki.{}.jsonl", "en-{}.jsonl", "{}/part-0.jsonl"])
+@pytest.mark.parametrize(
+    "form", ["wiki.{}.jsonl", "en-{}.jsonl", "en_{}.jsonl", "{}/part-0.jsonl", "train/{}.jsonl"]
+)
 def test_a_split_is_known_by_a_later_word_and_by_its_folder_too(write_jsonl, tmp_path: Path, form):
-    """Guards: validation and test text of such names was trained on."""
+    """Guards: validation and test text of such names was trained on. The file's name counts before that of
+    its folder."""
     for split in ("train", "valid", "test"):
         write_jsonl([split], f"c/{form.format(split)}")
     corpus = files_corpus(str(tmp_path / "c/**/*.jsonl"))
@@ -179,6 +193,29 @@ def test_val_source_is_never_trained_on(write_jsonl, tmp_path: Path):
         files_corpus(str(val), str(val))
 
 
+def test_val_source_is_not_trained_on_by_another_path(write_jsonl, tmp_path: Path):
+    """Here through a link; and what is validated on is not called unread."""
+    write_jsonl(["a"], "c/a.jsonl")
+    write_jsonl(["b"], "c/b.jsonl")
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    corpus = files_corpus(str(tmp_path / "c"), str(tmp_path / "link" / "b.jsonl"))
+    assert [d.text for d in corpus.train.read()] == ["a"] and "left alone" not in corpus.rule
+    text = write_jsonl(["b"], "c/b.txt")
+    assert files_corpus(str(tmp_path / "c"), str(text)).left_out == ""
+
+
+def test_a_text_to_validate_on_is_all_of_its_files(write_jsonl, tmp_path: Path):
+    """Whatever the words in their names; each of them decides its hash."""
+    hashes = set()
+    for last in ("c", "d"):
+        for name, text in (("train", "a"), ("valid", "b"), ("test", last)):
+            write_jsonl([text], f"v/{name}.jsonl")
+        corpus = whole_corpus(str(tmp_path / "v"), (), None, "text")
+        assert sorted(d.text for d in corpus.train.read()) == ["a", "b", last] and corpus.val is None
+        hashes.add(corpus.content_hash)
+    assert len(hashes) == 2
+
+
 def test_what_becomes_of_files_named_by_split_is_said(write_jsonl, tmp_path: Path):
     """Guards: beside a val_source, validation files of the source that were in neither split without a word;
     and such files that are trained on, since none is named train."""
@@ -196,7 +233,13 @@ def test_what_becomes_of_files_named_by_split_is_said(write_jsonl, tmp_path: Pat
 
 
 def test_the_hash_follows_content_not_names_or_dates(write_jsonl, tmp_path: Path):
-    """A moved or touched file is the same data; a changed byte is not."""
+    """A moved or touched file is the same data; a changed byte is not, nor are files in another order."""
+    orders = []
+    for folder, first, second in (("1", "a", "b"), ("2", "b", "a")):
+        write_jsonl([first], f"{folder}/0.jsonl")
+        write_jsonl([second], f"{folder}/1.jsonl")
+        orders.append(files_corpus(str(tmp_path / folder)).content_hash)
+    assert orders[0] != orders[1]
     before = files_corpus(str(write_jsonl(["a", "b"], "x.jsonl"))).content_hash
     assert files_corpus(str(write_jsonl(["a", "b"], "moved/y.jsonl"))).content_hash == before
     assert files_corpus(str(write_jsonl(["a", "c"], "x.jsonl"))).content_hash != before
