@@ -70,7 +70,6 @@ class Prefetcher:
         """Micro-batch `number` of `step`; starts reading the following ones."""
         n = len(self)
         first = step * n + number
-        self._coming = {at: future for at, future in self._coming.items() if at >= first}
         for at in range(first, first + 1 + AHEAD):
             if at not in self._coming:
                 self._coming[at] = self._thread.submit(self._read, *divmod(at, n))

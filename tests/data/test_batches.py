@@ -23,6 +23,9 @@ class Rows:
     def gather(self, indices) -> torch.Tensor:
         return torch.as_tensor(np.asarray(indices))[:, None].expand(-1, 5).clone()
 
+    def num_targets(self, indices) -> int:
+        return int((np.asarray(indices) > 2).sum())
+
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 65, 257])
 @pytest.mark.parametrize("batch", [1, 4, 10])
@@ -53,6 +56,12 @@ def test_devices_only_share_the_positions(devices):
     assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), whole)
     assert whole[:, 0].tolist() == batches.indices(5)
     assert whole.shape == (8, 5) and whole.dtype == torch.int64
+
+
+def test_the_loss_is_over_one_target_at_least():
+    """Guards: a loss divided by zero, of a batch of prompts alone."""
+    assert BatchSampler(Rows(3), seed=0, global_batch_size=3).num_targets(0) == 1
+    assert BatchSampler(Rows(9), seed=0, global_batch_size=9).num_targets(0) == 6
 
 
 def test_the_order_is_the_same_for_ever():

@@ -45,14 +45,14 @@ def test_what_is_asked_for_comes_in_any_order(prefetch):
 
 
 def test_the_next_ones_are_read_before_they_are_asked_for(prefetch, batches):
-    """Each once, over the end of a step."""
+    """Each once, over the end of a step; no others are kept in memory."""
     prefetch.get(0, 0)
     for _ in range(1 + AHEAD):
         assert batches.more.acquire(timeout=20)
     assert batches.read == [(0, 0), (0, 2), (1, 0), (1, 2)]
     prefetch.get(0, 1)
     assert batches.more.acquire(timeout=20)
-    assert batches.read[4:] == [(2, 0)]
+    assert batches.read[4:] == [(2, 0)] and len(prefetch._coming) == AHEAD
 
 
 def test_an_error_comes_with_the_batch_that_it_is_of(prefetch):
