@@ -5,7 +5,6 @@ The file is a `datasets` table with one column, `token`, and one token per row. 
 of each record batch; a reader that is given them checks a record batch once, when it first reads from it.
 """
 
-import contextlib
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,7 +126,7 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: np.ndarray) -> np.ndarr
     A Feistel permutation with cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite
     domains"): the same on every machine and with every library version.
     """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    half = ((n - 1).bit_length() + 1) // 2
     key = _mix(_mix(np.full(index.shape, seed % 2**64, dtype=np.uint64)) + epoch.astype(np.uint64))
     x = _feistel(index.astype(np.uint64), key, half)
     while (outside := x >= n).any():  # 4^half < 4n, so a few iterations suffice
@@ -203,7 +202,4 @@ class StreamWriter:
             if self._filled:
                 self._flush()
             self._arrow.close()
-            self._file.close()
-        else:
-            with contextlib.suppress(OSError):  # after a failed write, closing fails as well: nothing new
-                self._file.close()
+        self._file.close()
