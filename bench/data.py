@@ -21,8 +21,8 @@ from lingpt.common.errors import UserError
 from lingpt.data.batches import BatchSampler, Prefetcher
 from lingpt.data.cache import TokenCache, token_cache
 from lingpt.data.corpus import Corpus, Document, Split
-from lingpt.data.dataset import open_corpus
 from lingpt.data.parquet import read_parquet
+from lingpt.data.sources import open_corpus
 from lingpt.data.tokenizer import Tokenizer
 
 

@@ -5,7 +5,6 @@ from lingpt.data.dataset import (
     DataConfig,
     Dataset,
     availability,
-    cache_size,
     check_packing,
     content_hashes,
     find_data,
@@ -15,6 +14,7 @@ from lingpt.data.dataset import (
 from lingpt.data.mixture import Blocks
 from lingpt.data.ngram import baseline_loss, bigram_loss
 from lingpt.data.packing import Batch
+from lingpt.data.sources import cache_size
 from lingpt.data.stream import PackedDataset
 from lingpt.data.tokenizer import Tokenizer, load_tokenizer
 

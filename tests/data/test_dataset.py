@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.data import BatchSampler, DataConfig, availability, cache_size, prepare
-from lingpt.data.dataset import CORPORA
+from lingpt.data import BatchSampler, DataConfig, availability, prepare
+from lingpt.data.sources import CORPORA
 
 
 @pytest.fixture
@@ -74,15 +74,6 @@ def test_the_cache_folder_comes_from_the_environment(config, tmp_path: Path, mon
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path / "elsewhere"))
     config.cache_dir = None
     assert prepare(config, progress=False).parts[0].cache.folder.is_relative_to(tmp_path / "elsewhere")
-
-
-def test_the_cache_size_is_known_of_the_named_corpora():
-    """What `--plan` prints before anything is read; of files, what a token takes: two bytes, or four."""
-    assert cache_size("embedded", 2048) == "a few MB"
-    assert cache_size("wiki40b", 50304) == "about 4 GB (English)"
-    assert cache_size("wiki40b", 100_000) == "about 9 GB (English)"
-    assert cache_size("mine.jsonl", 1 << 16) == "2 bytes a token of the corpus"
-    assert cache_size("mine.jsonl", (1 << 16) + 1) == "4 bytes a token of the corpus"
 
 
 def test_whether_the_data_exist_is_known_without_reading_them(config, monkeypatch):

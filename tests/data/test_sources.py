@@ -10,8 +10,8 @@ import pytest
 from pyarrow import parquet
 
 from lingpt.common.errors import UserError
-from lingpt.data import DataConfig, availability, content_hashes, prepare
-from lingpt.data.dataset import open_corpus, validation_corpus
+from lingpt.data import DataConfig, availability, cache_size, content_hashes, prepare
+from lingpt.data.sources import open_corpus, validation_corpus
 
 
 def write_parquet(path: Path, **columns) -> Path:
@@ -65,6 +65,15 @@ def test_the_same_text_gives_the_same_tokens_whatever_the_container(texts, token
     assert all(streams == found["jsonl"] for streams in found.values())
     assert hashes["parquet folder"] == hashes["parquet glob"] and hashes["saved"] == hashes["saved, as hf:"]
     assert len(set(hashes.values())) == len(hashes) - 2
+
+
+def test_the_cache_size_is_known_of_the_named_corpora():
+    """What `--plan` prints before anything is read; of files, what a token takes: two bytes, or four."""
+    assert cache_size("embedded", 2048) == "a few MB"
+    assert cache_size("wiki40b", 50304) == "about 4 GB (English)"
+    assert cache_size("wiki40b", 100_000) == "about 9 GB (English)"
+    assert cache_size("mine.jsonl", 1 << 16) == "2 bytes a token of the corpus"
+    assert cache_size("mine.jsonl", (1 << 16) + 1) == "4 bytes a token of the corpus"
 
 
 def test_splits_of_a_data_set(tmp_path: Path):
