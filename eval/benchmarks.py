@@ -87,10 +87,9 @@ def benchmark_table(
     title: str, columns: Sequence[Column], results: Sequence[Result], note: str, average: bool = False
 ) -> Table:
     """A row for each result with a score, and chance. average: add the mean of the columns in per cent."""
-    marks, shown = Marks(results), [r for r in results if any(c.score(r) for c in columns)]
-    shares = [c for c in columns if is_share(c.metric)]
-    columns = [c for c in columns if any(c.cell(result, marks) != DASH for result in shown)]
-    shown = [r for r in shown if any(c.cell(r, marks) != DASH for c in columns)]
+    marks, shares = Marks(results), [c for c in columns if is_share(c.metric)]
+    columns = [c for c in columns if any(c.cell(r, marks) != DASH for r in results)]
+    shown = [r for r in results if any(c.cell(r, marks) != DASH for c in columns)]
     rows = [run_row(result, columns, marks) for result in shown]
     head = [*HEAD, *(column.heading for column in columns)]
     if rows:

@@ -67,14 +67,12 @@ def _draw_line(panel: Any, score: Score, label: str, style: dict[str, Any]) -> A
 
 def _style_panel(panel: Any, name: str, axis: str, scores: Sequence[Score]) -> None:
     """A text's panel: its title, axes and training lengths."""
-    from matplotlib.ticker import NullLocator
-
     for length in sorted({score.train_length for score in scores if score.train_length}):
         panel.axvline(length, color="0.5", linestyle=(0, (4, 3)), linewidth=0.9)
     panel.set_xscale("log", base=2)
     panel.set_xticks(sorted({group.to for score in scores for group in score.positions}))
     panel.xaxis.set_major_formatter("{x:,.0f}")
-    panel.xaxis.set_minor_locator(NullLocator())
+    panel.minorticks_off()
     panel.tick_params(axis="x", labelrotation=45)
     panel.set_title(name, loc="left", fontsize=10, parse_math=False)
     panel.set_xlabel(axis)

@@ -91,7 +91,7 @@ def run_task(lm: "LinGPTLM", name: str, num_fewshot: int, data: Path | None, lim
         correct=correct_answers(found["samples"]),
         subtasks={} if list(parts) == [name] else parts,
         version=found["versions"].get(name),
-        prompts=prompt_hash(tasks),
+        prompts=requests_hash(tasks),
         cut_prompts=lm.cut_prompts - cut,
     )
 
@@ -135,7 +135,7 @@ def correct_answers(samples: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
     return {metric: pack_bits([bool(row[metric]) for row in rows]) for metric in metrics}
 
 
-def prompt_hash(tasks: dict[str, Any]) -> str:
+def requests_hash(tasks: dict[str, Any]) -> str:
     """SHA-256 of all requests: scores with the same hash are of the same questions, byte for byte."""
     digest = hashlib.sha256()
     for name in sorted(tasks):

@@ -230,24 +230,23 @@ def _but_for_the_seed(curve: Curve) -> str:
 def _mean(group: list[Curve]) -> Curve:
     """The mean of times and losses at the steps that all runs have, with the bounds of the losses."""
     first = group[0]
-    values: dict[str, np.ndarray] = {}
-    bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    means, lowest, highest = dict[str, np.ndarray](), dict[str, np.ndarray](), dict[str, np.ndarray]()
     for kind in ("train", "val"):
         tables = [getattr(curve, kind) for curve in group]
         steps = set.intersection(*(set(table[:, 0]) for table in tables))
         stack = np.stack([table[np.isin(table[:, 0], list(steps))] for table in tables])
-        values[kind] = stack.mean(0)
+        means[kind] = stack.mean(0)
         smoothed = np.stack([smooth(rows) if kind == "train" else rows for rows in stack[:, :, 2]])
-        bounds[kind] = smoothed.min(0), smoothed.max(0)
+        lowest[kind], highest[kind] = smoothed.min(0), smoothed.max(0)
     return replace(
         first,
         name=without_seed(first.name),
-        train=values["train"],
-        val=values["val"],
+        train=means["train"],
+        val=means["val"],
         skipped=np.concatenate([curve.skipped for curve in group]),
         runs=len(group),
-        lowest={kind: bound[0] for kind, bound in bounds.items()},
-        highest={kind: bound[1] for kind, bound in bounds.items()},
+        lowest=lowest,
+        highest=highest,
     )
 
 

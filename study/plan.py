@@ -18,7 +18,7 @@ from lingpt.eval.recall.mqar import TRIALS_PER_GPU, Trial
 from lingpt.eval.recall.needle import NEEDLES, needle_lengths
 from lingpt.eval.recall.phrases import CHOICES, QUESTIONS
 from lingpt.eval.scores import measure_key, read_results, task_key
-from lingpt.eval.suites import measures_of, suite_tasks, tasks_without_file
+from lingpt.eval.suites import benchmark_tasks, measures_of, tasks_without_file
 from lingpt.eval.tables import Table
 from lingpt.eval.tasks.sources import benchmark_folder, official_questions
 from lingpt.models import GPT
@@ -180,9 +180,7 @@ def score_costs(study: Study, seq_len: int) -> dict[str, tuple[float, float]]:
 
 def _tasks(study: Study) -> list[str]:
     """The benchmarks of the study's suites, `mmlu:5` with five examples; not those without a file."""
-    tasks = list(study.tasks) if "table2" in study.suites else []
-    others = [suite for suite in study.suites if suite != "table2"]
-    tasks += [task for suite in others for task in suite_tasks(suite, ()) if task not in measures_of(others)]
+    tasks = benchmark_tasks(study.suites, study.tasks, None)
     with contextlib.suppress(UserError):  # no such folder, which `_scores` says
         missing = tasks_without_file(study.suites, benchmark_folder(study.eval_data))
         tasks = [task for task in tasks if task not in missing]

@@ -35,7 +35,7 @@ class Benchmark(ConfigurableTask):
 
     def __init__(self, config: dict[str, Any], **kwargs: Any) -> None:
         self._examples: dict[tuple[str, int], Any] = {}
-        self._built: int | bool | None = False
+        self._built: tuple[int | None] | None = None  # the limit of the requests that are there
         super().__init__(config={key: value for key, value in config.items() if key != "class"}, **kwargs)
 
     # ------------------------------------------------------------------ where the rows come from
@@ -117,14 +117,14 @@ class Benchmark(ConfigurableTask):
 
     def build_all_requests(self, *, limit: int | None = None, **kwargs: Any) -> None:
         """Like the stock task's, but built once for all checkpoints, and without a progress bar."""
-        if self._built is not False and self._built == limit:
+        if self._built == (limit,):
             for instance in self._instances:
                 instance.resps, instance.filtered_resps = [], {}
             return
         self.set_fewshot_seed(DEFAULT_OTHER_SEED)
         with contextlib.redirect_stderr(io.StringIO()):
             super().build_all_requests(limit=limit, **kwargs)
-        self._built = limit
+        self._built = (limit,)
 
     def doc_to_text(self, doc: dict, doc_to_text: Any = None) -> Any:
         return self._once("text", doc, doc_to_text, super().doc_to_text)

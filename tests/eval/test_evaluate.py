@@ -15,7 +15,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.run_folder import write_manifest
 from lingpt.data import load_tokenizer
 from lingpt.eval import harness, scores, scoring
-from lingpt.eval.harness import metrics_of, parse_task, prompt_hash
+from lingpt.eval.harness import metrics_of, parse_task, requests_hash
 from lingpt.eval.lm import LinGPTLM
 from lingpt.eval.runs import find_checkpoints
 from lingpt.eval.scores import About, read_results, results_path, unpack_bits
@@ -285,7 +285,7 @@ def test_the_prompts_of_other_questions_have_another_hash():
 
     def hashed(*requests):
         instances = [SimpleNamespace(request_type=kind, args=args) for kind, *args in requests]
-        return prompt_hash({"piqa": SimpleNamespace(instances=instances)})
+        return requests_hash({"piqa": SimpleNamespace(instances=instances)})
 
     a, b, generated = (("loglikelihood", "Q", "a"), ("loglikelihood", "Q", "b"), ("generate_until", "Q", "a"))
     assert len({hashed(*each) for each in ((a, b), (a, b), (b, a), (a,), (a, a), (generated, b))}) == 5
