@@ -238,8 +238,11 @@ def _kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
 
 def _row_recipe(study: Study, row: str) -> Recipe:
     """The recipe with the options of the study and of the row."""
-    options = {**study.options, **study.attentions[row], "model.attention": study.attention(row)}
-    return StudyRun(row, row, 0, study.recipe, options, Path(row)).recipe
+    return StudyRun(row, row, 0, study.recipe, _row_options(study, row), Path(row)).recipe
+
+
+def _row_options(study: Study, row: str) -> dict[str, Any]:
+    return study.options | study.attentions[row] | {"model.attention": study.attention(row)}
 
 
 def _run(
@@ -253,9 +256,7 @@ def _run(
 ) -> StudyRun:
     """The run with `more` options; with a `rate`, the final learning rate keeps its ratio to the peak."""
     options = {
-        **study.options,
-        **study.attentions[row],
-        "model.attention": study.attention(row),
+        **_row_options(study, row),
         "train.max_steps": None,  # `max_tokens` decides
         "train.name": name,
         "train.out_dir": str(folder),

@@ -22,7 +22,7 @@ def here(tmp_path, monkeypatch):
     """Children in this process; each command that ran is in `ran`."""
     ran = []
 
-    def run_jobs(jobs, slots, deadline=None, report=print, given_up=None):
+    def run_jobs(jobs, slots, deadline=None, report=print):
         failures = []
         for job in jobs:
             ran.append(job.name)
