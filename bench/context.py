@@ -97,9 +97,9 @@ def bench_context(
             check_recipe(parse_recipe(_words(replace(row, steps=1), everywhere, out)))
     with write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
+        text.write_text("A line of text.\n" * (max(*seq_lens, base_len, check_len) // 16 + 1))
     precision = "bf16-mixed" if machine.accelerator == "cuda" else "32-true"
     results = Results.begin(torch.device(machine.accelerator), precision, save_to, append)
-    text.write_text("A line of text.\n" * (max(*seq_lens, base_len, check_len) // 16 + 1))
     session = Session(results, torch.device("cpu"), budget, save_to)  # which holds no memory of a GPU
     rows = [row for row in rows if not results.is_done(*row.cell)]
     with contextlib.ExitStack() as stack:

@@ -240,11 +240,13 @@ def test_an_unknown_name_is_one_line(tmp_path: Path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys):
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys):
     (tmp_path / "out").touch()
+    (tmp_path / "validation.txt").mkdir()
     options = ["--accelerator", "cpu", "--model", "demo", "--attentions", "ours"]
-    assert main(["bench", "context", *options, "--out", str(tmp_path / "out")]) == 2
-    assert f"cannot write to {tmp_path / 'out'}" in capsys.readouterr().err
+    for out in (tmp_path / "out", tmp_path):
+        assert main(["bench", "context", *options, "--out", str(out)]) == 2
+        assert f"cannot write to {out}" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
