@@ -131,10 +131,11 @@ class BenchResults(Generic[R]):
 
     def report(self, folder: Path) -> None:
         """Prints the table and writes it and the figures beside the JSON file."""
-        table = self.table()
-        write_text(folder / f"{self.NAME}.md", table)
+        table, path = self.table(), folder / f"{self.NAME}.md"
+        with write_errors(path):
+            write_text(path, table)
         print(table)
-        written = [folder / f"{self.NAME}.json", folder / f"{self.NAME}.md", *self.draw(folder)]
+        written = [folder / f"{self.NAME}.json", path, *self.draw(folder)]
         print("\n".join(f"wrote {path}" for path in written))
 
     def as_dict(self, row: R) -> dict[str, Any]:

@@ -522,6 +522,14 @@ def test_the_table_holds_what_was_measured() -> None:
     assert "| – | 9.60 / – |" in line(results, "fla-gla", REFERENCE)
 
 
+def test_a_table_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Guards: a traceback on a full disk, behind hours of measuring."""
+    made_up().save(tmp_path / "results.json")
+    (tmp_path / "results.md").mkdir()
+    assert main(["bench", "--redraw", "--out", str(tmp_path)]) == 2
+    assert f"lingpt: cannot write to {tmp_path / 'results.md'} (" in capsys.readouterr().err
+
+
 def test_a_variant_is_interleaved_with_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: where each run takes 1 % longer, the ratio is off by what passes within a turn, not by more."""
     drift = itertools.count()
