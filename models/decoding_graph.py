@@ -163,28 +163,24 @@ def capture(step: Step, device: torch.device, pool: Any) -> tuple[Any, torch.Ten
     A warm-up comes first, on the same stream, to compile, tune and load kernels and to allocate workspaces,
     which cannot be captured. RuntimeError if the step cannot be captured.
     """
-    with _one_at_a_time:
-        return _capture(step, device, pool)
-
-
-def _capture(step: Step, device: torch.device, pool: Any) -> tuple[Any, torch.Tensor]:
     here, side = torch.cuda.current_stream(device), _side_stream(device)
-    side.wait_stream(here)
-    try:
-        with torch.cuda.stream(side):  # also leaves the stream if the capture fails
-            for _ in range(WARMUP_STEPS):
-                step(keep=False)
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads, such as NCCL's or a data loader's, may still call CUDA.
-            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                logits_BV = step(keep=True)
-    except RuntimeError:
-        # PyTorch leaves its generator in capture mode: this process could not draw random numbers any more.
-        generator = torch.cuda.default_generators[here.device_index]
-        generator.graphsafe_set_state(generator.clone_state())
-        raise
-    finally:
-        here.wait_stream(side)
+    with _one_at_a_time:
+        side.wait_stream(here)
+        try:
+            with torch.cuda.stream(side):  # also leaves the stream if the capture fails
+                for _ in range(WARMUP_STEPS):
+                    step(keep=False)
+                graph = torch.cuda.CUDAGraph()
+                # thread_local: other threads, such as NCCL's or a data loader's, may still call CUDA.
+                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                    logits_BV = step(keep=True)
+        except RuntimeError:
+            # PyTorch leaves its generator in capture mode, in which this process draws no random numbers.
+            generator = torch.cuda.default_generators[here.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
+        finally:
+            here.wait_stream(side)
     return graph, logits_BV
 
 
