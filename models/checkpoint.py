@@ -265,15 +265,14 @@ def _check_same_tensors(
 
     Names that contain one of `optional` may be missing, surplus or of another shape.
     """
-    for name in [*own, *(name for name in given if name not in own)]:
+    for name in own | given:
         if any(part in name for part in optional):
             continue
-        if name in own and name in given:
-            if own[name].shape != given[name].shape:
-                shapes = f"{list(given[name].shape)}, not {list(own[name].shape)}"
-                raise UserError(f"{complaint}: {name} is {shapes}")
-        else:
+        if name not in own or name not in given:
             raise UserError(f"{complaint}: {name} {'is missing' if name in own else 'has no place in it'}")
+        if own[name].shape != given[name].shape:
+            shapes = f"{list(given[name].shape)}, not {list(own[name].shape)}"
+            raise UserError(f"{complaint}: {name} is {shapes}")
 
 
 def _summary(names: list[str]) -> str:

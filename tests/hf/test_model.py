@@ -58,7 +58,7 @@ def tokens() -> torch.Tensor:
 
 def padded(tokens: torch.Tensor, lengths: list[int], side: str = "left") -> dict[str, torch.Tensor]:
     """Rows of these lengths, padded with token 0, and their mask."""
-    ids, mask = torch.zeros(len(lengths), max(lengths), dtype=torch.long), None
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, length in enumerate(lengths):
         where = slice(max(lengths) - length, None) if side == "left" else slice(length)

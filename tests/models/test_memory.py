@@ -16,10 +16,8 @@ GLA_ALL = {"short_conv": True, "input_gate": True, "gate_activation": "sigmoid"}
 
 def kept_for_backward(model, idx) -> int:
     """Bytes that autograd keeps for backward, each storage once, parameters and constants apart."""
-    storages, permanent = (
-        {},
-        {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())},
-    )
+    permanent = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    storages = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
