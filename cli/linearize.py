@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lingpt.common.errors import UserError
 from lingpt.common.options import as_word, flatten
-from lingpt.common.run_folder import CONFIG, find_model_folder, read_config
+from lingpt.common.run_folder import CONFIG, find_model_folder, newest_checkpoint, read_config
 from lingpt.models import check_source
 from lingpt.models.attention import attention_options
 from lingpt.train import train
@@ -50,7 +50,9 @@ def parse(words: Sequence[str]) -> list[Recipe]:
         raise UserError(f"{recipe.total_steps} steps are too few for two runs: raise --train.max_steps")
     attention = _run(recipe, f"{name}-transfer", first)
     logits = _run(recipe, name, recipe.total_steps - first)
-    logits.train.imitate, logits.train.init_from = "logits", str(attention.run_folder)
+    logits.train.imitate = "logits"
+    if not recipe.train.dry_run or newest_checkpoint(attention.run_folder):  # a plan would miss it
+        logits.train.init_from = str(attention.run_folder)
     return [attention, logits]
 
 

@@ -256,7 +256,10 @@ def test_linearize(make_recipe, capsys):
 
     command = ["linearize", str(teacher), "--model.attention=ours", "--train.max_steps=8"]
     command += ["--train.imitate=attention"]
-    for _ in range(2):
+    for _ in range(2):  # the second time of what is there
+        assert main([*command, "--train.dry_run=true"]) == 0
+        plans = capsys.readouterr().out.split("this is a dry run")
+        assert len(plans) == 3 and "such folder" not in plans[2] and "another config" not in plans[2]
         assert main(command) == 0, capsys.readouterr().err
     runs = out / "demo-ours-n_layer_2-linearized-transfer", out / "demo-ours-n_layer_2-linearized"
     steps = [[line["step"] for line in read_metrics(run) if line["kind"] == "train"] for run in runs]
