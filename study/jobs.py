@@ -264,8 +264,10 @@ def find_slots(devices: int | None, each: int | None, sharing: int = 1) -> list[
 
 
 def gpu_slots(count: int, each: int | None, sharing: int = 1) -> list[Slot]:
-    """`find_slots` on `count` GPUs."""
-    slots = card_slots(range(count), count if each is None else min(each, count))
+    """`find_slots` on `count` GPUs; those left over get no slot."""
+    each = count if each is None else min(each, count)
+    groups = [tuple(range(start, start + each)) for start in range(0, count - each + 1, each)]
+    slots = [Slot(f"GPU {', '.join(map(str, group))}", group) for group in groups]
     if sharing == 1:
         return slots
     # The first place on each card, then the second on each, so that few jobs are spread over the cards.
@@ -273,13 +275,7 @@ def gpu_slots(count: int, each: int | None, sharing: int = 1) -> list[Slot]:
     return [Slot(f"{slot.name}, place {place}", slot.gpus) for place in places for slot in slots]
 
 
-def card_slots(cards: Sequence[int], each: int) -> list[Slot]:
-    """One slot for every `each` of these GPUs; GPUs left over get none."""
-    groups = [tuple(cards[start : start + each]) for start in range(0, len(cards) - each + 1, each)]
-    return [Slot(f"GPU {', '.join(map(str, group))}", group) for group in groups]
-
-
-def scoring_slots(slots: Sequence[Slot], cards: Sequence[int], runs: int) -> Sequence[Slot]:
+def scoring_slots(slots: Sequence[Slot], cards: int, runs: int) -> Sequence[Slot]:
     """The slots for scoring `runs` runs: if there are more cards, several share the questions of each run."""
-    each = len(cards) // runs
-    return card_slots(cards, each) if each > len(slots[0].gpus) else slots
+    each = cards // runs
+    return gpu_slots(cards, each) if each > len(slots[0].gpus) else slots

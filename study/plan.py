@@ -233,9 +233,9 @@ def _peak(slots: Sequence[Slot]) -> tuple[float, str]:
 
 def stage_seconds(left: Left, runs: int, slots: Sequence[Slot], peak: float) -> dict[str, float]:
     """Seconds of each stage on these slots. runs: number of runs in the study."""
-    cards = sorted({gpu for slot in slots for gpu in slot.gpus})
+    cards = len({gpu for slot in slots for gpu in slot.gpus})
     # The slots that `lingpt mqar` uses; without a GPU it trains one model at a time.
-    mqar = gpu_slots(len(cards), 1, TRIALS_PER_GPU) if cards else slots[:1]
+    mqar = gpu_slots(cards, 1, TRIALS_PER_GPU) if cards else slots[:1]
     places = {"scores": scoring_slots(slots, cards, runs), "mqar": mqar}
     return {stage: wall_seconds(costs, places.get(stage, slots), peak) for stage, costs in left.items()}
 

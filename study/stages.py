@@ -107,7 +107,7 @@ class _Stages:
         self.deadline: float | None = None
         self.failures: list[Failure] = []
         self.each = len(slots[0].gpus) or None  # GPUs of one run; None on the CPU
-        self.cards = sorted({gpu for slot in slots for gpu in slot.gpus})
+        self.cards = len({gpu for slot in slots for gpu in slot.gpus})
         self.rate_runs = rate_runs(study, folder, self.each)
         self.runs = study_runs(study, folder, read_rate_search(self.rate_runs).chosen, self.each)
         self.trials: list[Trial] = trials_left(study.mqar, folder / "mqar") if study.mqar is not None else []
@@ -194,7 +194,7 @@ class _Stages:
         if self.study.mqar is None:
             return
         arguments = ["mqar", *command_line(self.study.mqar), "--out", str(self.folder / "mqar")]
-        all_cards = Slot("all cards", tuple(self.cards))
+        all_cards = Slot("all cards", tuple(range(self.cards)))
         self._run_jobs([Job("mqar", arguments, self._log("mqar"))], [all_cards])
 
     def score(self) -> None:
