@@ -12,9 +12,8 @@ from collections.abc import Iterable
 
 import torch
 
-from lingpt.common.errors import UserError
 from lingpt.eval.comparison import ratio
-from lingpt.eval.lm import LinGPTLM, token_scores
+from lingpt.eval.lm import LinGPTLM
 from lingpt.eval.scores import PerDocument, Positions, Score
 from lingpt.eval.texts import Texts, Unsuitable, prompts_hash, spans
 
@@ -60,7 +59,6 @@ def bits_per_byte(lm: LinGPTLM, texts: Texts, tokens: int = TOKENS) -> Score:
     )
 
 
-@torch.inference_mode()
 def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int = PIECES) -> Score:
     """Nats per token by position, in groups that double, as far as `ENOUGH` documents reach.
 
@@ -72,7 +70,7 @@ def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int 
     found = [ids for d in texts.documents for ids, _ in spans(d, lm.text_tokenizer, lm.max_length, 1)]
     edges = _edges(train_length, [len(ids) for ids in found])
     found = [ids[: edges[-1]] for ids in found if len(ids) >= edges[-1]][:pieces]
-    losses = torch.stack([_losses(lm, ids) for ids in found])
+    losses = torch.stack(lm.token_losses([[lm.eot_token_id, *ids] for ids in found]))
     groups, per_document = [], []
     for start, stop in itertools.pairwise(edges):
         per_window = losses[:, start:stop].mean(1)
@@ -90,7 +88,6 @@ def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int 
         per_document=PerDocument(losses=tuple(per_document)),
         unigram=entropy(token for ids in found for token in ids),
         train_length=train_length,
-        devices=1,  # always one: the pieces are read one after another
         prompts=prompts_hash((ids, []) for ids in found),
     )
 
@@ -162,16 +159,3 @@ def entropy(tokens: Iterable[int]) -> float:
     counts = Counter(tokens)
     total = counts.total()
     return -sum(n / total * math.log(n / total) for n in counts.values())
-
-
-def _losses(lm: LinGPTLM, ids: list[int]) -> torch.Tensor:
-    """The loss of each token given those before it, the first given end-of-text: fp32 `[len(ids)]`."""
-    device = lm.model.lm_head.weight.device
-    tokens = torch.tensor([lm.eot_token_id, *ids], device=device)
-    try:
-        hidden = lm.model.hidden(tokens[None, :-1])[0]
-        return -lm.finite(token_scores(lm.model, hidden, tokens[1:])[0].float().cpu())
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"out of memory with a text of {len(ids):,} tokens: lower --max_length_factor"
-        ) from error

@@ -238,9 +238,8 @@ class LinGPTLM(TemplateLM):
                 logprob, best = token_scores(model, hidden, torch.tensor(targets).to(device))
                 logprob, best = self.finite(logprob.cpu()), best.cpu()
         except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"out of memory with a batch of {idx.numel()} tokens: lower --batch_tokens"
-            ) from error
+            mend = "--batch_tokens" if len(batch) > 1 else "--max_length_factor"
+            raise UserError(f"out of memory with a batch of {idx.numel():,} tokens: lower {mend}") from error
         return torch.tensor(owners), logprob.double(), best, sum(len(rows[row]) for row in batch)
 
     def finite(self, logprob: torch.Tensor) -> torch.Tensor:

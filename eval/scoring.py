@@ -129,7 +129,7 @@ class Scorer:
             data=data,
             dtype=self.dtype,
             device=device_name(lm.device),
-            devices=score.devices or len(lm.models),
+            devices=len(lm.models),
             seconds=round(time.monotonic() - start, 1),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={package: installed_version(package) for package in PACKAGES},

@@ -246,6 +246,19 @@ def test_mistakes(softmax_model, tokenizer):
         LinGPTLM(softmax_model, tokenizer, batch_tokens=0)
 
 
+def test_out_of_memory_says_what_to_lower(softmax_model, tokenizer, monkeypatch):
+    """Guards: `lower --batch_tokens` of a needle's text that is a batch of its own."""
+
+    def hidden(idx):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(softmax_model, "hidden", hidden)
+    lm = LinGPTLM(softmax_model, tokenizer)
+    for rows, mend in (([[1] * 40], "40 tokens: lower --max_length_factor"), ([[1], [2]], "--batch_tokens")):
+        with pytest.raises(UserError, match=f"out of memory with a batch of .*{mend}$"):
+            lm.score([(row, [3]) for row in rows])
+
+
 def test_several_devices_share_the_batches_and_change_no_bit(softmax_model, hf_folder):
     """Three copies of a model on as many threads: every score, flag and count is that of one copy."""
     tokenizer = load_tokenizer(hf_folder)

@@ -217,12 +217,7 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     results = [measure(checkpoint, "language", "recall") for checkpoint in found]
     measures = ["bits_per_byte", "loss_by_position", "loss_within_documents"]
     assert list(results[0].scores) == [f"{name} (stories)" for name in measures]
-    devices = {one.task: one.devices for one in results[0].scores.values()}
-    assert devices == {
-        "bits_per_byte": 2,
-        "loss_by_position": 1,
-        "loss_within_documents": 2,
-    }  # how many scored
+    assert {one.devices for one in results[0].scores.values()} == {2}
     assert sum("not measured: no questions on phrases" in line for line in lines) == 2
     lines.clear()
     again = measure(found[0], "language")
