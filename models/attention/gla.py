@@ -69,41 +69,24 @@ class GLAAttention(Attention):
         config: Architecture,
         layer_idx: int,
         *,
-        gla_n_head: Annotated[
-            int,
-            Option(
-                "number of heads of `gla`, independent of the model's; 0: the fewest with at most "
-                f"{MOST_KEYS} channels of v each",
-                least=0,
-            ),
-        ] = 4,
-        gla_expand_k: Annotated[
-            float,
-            Option(
-                "width of q and k of `gla` as a part of the model's (FLA's expand_k); 1 doubles its state",
-                above=0,
-                most=64,
-            ),
-        ] = 0.5,
-        gla_temperature: Annotated[
-            float,
-            Option(
-                "τ of `gla`'s decays σ(·)^(1/τ) (FLA's gate_logit_normalizer); larger forgets more slowly",
-                above=0,
-                most=4096,
-            ),
-        ] = 16.0,
+        gla_n_head: Annotated[int, Option(
+            "number of heads of `gla`, independent of the model's; 0: the fewest with at most "
+            f"{MOST_KEYS} channels of v each", least=0)] = 4,
+        gla_expand_k: Annotated[float, Option(
+            "width of q and k of `gla` as a part of the model's (FLA's expand_k); 1 doubles its state",
+            above=0, most=64)] = 0.5,
+        gla_temperature: Annotated[float, Option(
+            "τ of `gla`'s decays σ(·)^(1/τ) (FLA's gate_logit_normalizer); larger forgets more slowly",
+            above=0, most=4096)] = 16.0,
         gla_unit_qk: Annotated[bool, Option("q and k of unit length in `gla`, as in `ours*`")] = False,
-        gla_backend: Annotated[
-            Literal["auto", "fla"],
-            Option("what trains `gla`: `fla` are FLA's kernels, on a GPU; `auto` our own, or PyTorch's"),
-        ] = "auto",
+        gla_backend: Annotated[Literal["auto", "fla"], Option(
+            "what trains `gla`: `fla` are FLA's kernels, on a GPU; `auto` our own, or PyTorch's")] = "auto",
         short_conv: Annotated[bool, SHORT_CONV] = False,
         gate_activation: Annotated[GateActivation, GATE_ACTIVATION] = "silu",
         gate_norm: Annotated[GateNorm, GATE_NORM] = "layer",
         input_gate: Annotated[bool, INPUT_GATE] = False,
         value_residual: Annotated[bool, VALUE_RESIDUAL] = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.gate_activation = GATE_ACTIVATIONS[gate_activation]
         self.backend, self.temperature, self.unit_qk = gla_backend, gla_temperature, gla_unit_qk

@@ -74,39 +74,26 @@ class OursAttention(QKVAttention):
         config: Architecture,
         layer_idx: int,
         *,
-        learnable_b: Annotated[
-            bool,
-            Option(
-                "learn the coefficient b of `ours*` per head (without `normalize` a, too) instead of using 1"
-            ),
-        ] = False,
+        learnable_b: Annotated[bool, Option(
+            "learn the coefficient b of `ours*` per head (without `normalize` a, too) instead of using 1"
+        )] = False,
         output_gate: Annotated[bool, Option("a gate and a norm on the output of `ours*`, as in GLA")] = False,
         gate_activation: Annotated[GateActivation, GATE_ACTIVATION] = "silu",
         gate_norm: Annotated[GateNorm, GATE_NORM] = "layer",
-        normalize: Annotated[
-            bool | None,
-            Option(
-                "divide by the weights' sum in `ours*`; by default without `output_gate`, whose norm will do"
-            ),
-        ] = None,
+        normalize: Annotated[bool | None, Option(
+            "divide by the weights' sum in `ours*`; by default without `output_gate`, whose norm will do"
+        )] = None,
         short_conv: Annotated[bool, SHORT_CONV] = False,
         input_gate: Annotated[bool, INPUT_GATE] = False,
         value_residual: Annotated[bool, VALUE_RESIDUAL] = False,
         conv_silu: Annotated[bool, Option("a SiLU after the convolution of `ours*`, as in `gla`")] = False,
-        constant: Annotated[
-            bool,
-            Option(
-                "the 1 in the `1 + b·x` of `ours*`; without it, behind `output_gate`, RetNet or simple GLA"
-            ),
-        ] = True,
-        backend: Annotated[
-            Literal["auto", "cuda", "chunkwise"],
-            Option(
-                "what trains `ours*`: the CUDA kernel, or the same in PyTorch; `auto` takes the first if it "
-                "can"
-            ),
-        ] = "auto",
-    ) -> None:
+        constant: Annotated[bool, Option(
+            "the 1 in the `1 + b·x` of `ours*`; without it, behind `output_gate`, RetNet or simple GLA"
+        )] = True,
+        backend: Annotated[Literal["auto", "cuda", "chunkwise"], Option(
+            "what trains `ours*`: the CUDA kernel, or the same in PyTorch; `auto` takes the first if it can"
+        )] = "auto",
+    ) -> None:  # fmt: skip
         super().__init__(config, layer_idx)
         self.normalize = normalize = self.normalizes(normalize, output_gate, gate_norm)
         self.constant, self.conv_silu, self.backend = constant, conv_silu, backend

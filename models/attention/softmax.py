@@ -140,27 +140,20 @@ class SoftmaxAttention(QKVAttention):
         config: Architecture,
         layer_idx: int,
         *,
-        sdpa: Annotated[
-            Literal["auto", "flash", "cudnn", "efficient", "math"],
-            Option(
-                "the kernel that trains `softmax`: `flash` is FlashAttention-2; `auto` leaves it to PyTorch"
-            ),
-        ] = "auto",
-        softmax_conv: Annotated[
-            bool, Option("a convolution over q, k and v of `softmax`, as `short_conv`")
-        ] = False,
-        softmax_gate: Annotated[
-            bool, Option("a gate and a norm on the output of `softmax`, as `output_gate`")
-        ] = False,
+        sdpa: Annotated[Literal["auto", "flash", "cudnn", "efficient", "math"], Option(
+            "the kernel that trains `softmax`: `flash` is FlashAttention-2; `auto` leaves it to PyTorch"
+        )] = "auto",
+        softmax_conv: Annotated[bool, Option(
+            "a convolution over q, k and v of `softmax`, as `short_conv`")] = False,
+        softmax_gate: Annotated[bool, Option(
+            "a gate and a norm on the output of `softmax`, as `output_gate`")] = False,
         gate_activation: Annotated[GateActivation, GATE_ACTIVATION] = "silu",
         gate_norm: Annotated[GateNorm, GATE_NORM] = "layer",
         softmax_qk_norm: Annotated[bool, Option("RMS norms with a gain on q and k of `softmax`")] = False,
-        softmax_window: Annotated[
-            int | None,
-            Option("tokens that a token of `softmax` sees, itself among them; all by default", least=1),
-        ] = None,
+        softmax_window: Annotated[int | None, Option(
+            "tokens that a token of `softmax` sees, itself among them; all by default", least=1)] = None,
         value_residual: Annotated[bool, VALUE_RESIDUAL] = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(config, layer_idx)
         own_norm = softmax_qk_norm and not config.norm_qk
         self.sdpa, self.window = sdpa, softmax_window
