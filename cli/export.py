@@ -71,7 +71,7 @@ def model_card(model: "GPT", source: Path) -> str:
     lines = [
         f"# {config.name} with attention {form}",
         f"{model.num_parameters():,} parameters, {config.n_layer} layers, sequences of up to "
-        f"{config.block_size:,} tokens. Trained with LinGPT {version}, PyTorch {installed_version('torch')}.",
+        f"{config.block_size:,} tokens. Exported by LinGPT {version}, PyTorch {installed_version('torch')}.",
         f"```python\n{load}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'folder = "."  # of this file\n'
         "model = AutoModelForCausalLM.from_pretrained(folder)\n"

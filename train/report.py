@@ -159,7 +159,6 @@ def final_report(recipe: Recipe, dataset: Dataset, parallel: Parallel, train_tim
     print_rank0(f"training took {duration(train_time)}\nrun   {run}\nplot  {run / CURVES}")
 
 
-@torch.no_grad()
 def sample_text(gpt: GPT, dataset: Dataset, max_tokens: int, parallel: Parallel) -> str:
     """Two samples: a continuation of the first validation tokens, and a document from its beginning."""
     tokenizer = dataset.tokenizer

@@ -355,12 +355,14 @@ def test_another_end_of_text_goes_all_the_way(project, capsys):
     [("softmax+sdpa=flash", {}, True), ("softmax", {"bias": False}, False), ("ours", {}, False)],
 )
 def test_a_models_card_imports_what_its_type_needs(tmp_path, monkeypatch, attention, sizes, stock):
-    """Guards: an example that fails, of plain softmax in a shape that no stock model has."""
+    """Guards: an example that fails, of plain softmax in a shape that no stock model has; a model that was
+    trained elsewhere, or by another version, called trained by this one."""
     monkeypatch.chdir(tmp_path)
     save_model(GPT.create(ModelArgs("demo", attention, n_layer=1, **sizes).config(), seed=0), "own")
     with pytest.warns(UserWarning, match="gets no tokenizer"):
         assert main(["export", "own", "hf", "--hf"]) == 0
-    assert ("import lingpt.hf" not in Path("hf/README.md").read_text()) == stock
+    card = Path("hf/README.md").read_text()
+    assert ("import lingpt.hf" not in card) == stock and "Trained" not in card
     assert (json.loads(Path("hf/config.json").read_text())["model_type"] != "lingpt") == stock
 
 
