@@ -61,7 +61,7 @@ def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) ->
         label, periods = hybrid
     every_words = [f"{SOFTMAX_EVERY}={every}" for every in periods]
     words = [label, *(_word(name, value) for name, value in options.items())]
-    shortest = [*words, *every_words[:1]]
+    forms = [[*words, *every_words[:1]]]
     for alias, form in ALIASES.items():
         own_label, *own = form.split("+")
         own_names = {word.partition("=")[0] for word in own} - {SOFTMAX_EVERY}
@@ -71,8 +71,8 @@ def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) ->
         undone = [_word(n, p.default) for n, p in declared.items() if n in own_names - options.keys()]
         if len(undone) <= 3:
             others = [word for word in words[1:] if word not in own] + undone
-            shortest = min(shortest, [alias, *others, *([] if own_every else every_words[:1])], key=len)
-    return " + ".join(shortest)
+            forms.append([alias, *others, *([] if own_every else every_words[:1])])
+    return " + ".join(min(forms, key=len))  # the first of equal ones
 
 
 def _word(name: str, value: Any) -> str:
