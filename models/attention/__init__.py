@@ -72,7 +72,8 @@ def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) ->
         if len(undone) <= 3:
             others = [word for word in words[1:] if word not in own] + undone
             forms.append([alias, *others, *([] if own_every else every_words[:1])])
-    return " + ".join(min(forms, key=len))  # the first of equal ones
+    shortest = min(forms, key=len)  # the first of equal ones
+    return " + ".join(shortest)
 
 
 def _word(name: str, value: Any) -> str:
