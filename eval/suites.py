@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Suite:
-    """columns: benchmarks, by lm-eval. measures: of held-out text."""
+    """columns: benchmarks, by lm-eval. measures: of held-out text, or of generated text (needle)."""
 
     columns: tuple[Column, ...] = ()
     measures: tuple[str, ...] = ()
@@ -61,8 +61,13 @@ SUITES = {
 
 
 def measures_of(suites: Sequence[str]) -> list[str]:
-    """The suites' measures of held-out text, each once."""
+    """The suites' measures, each once."""
     return list(dict.fromkeys(measure for suite in suites for measure in SUITES[suite].measures))
+
+
+def text_measures(suites: Sequence[str]) -> list[str]:
+    """Those of held-out text."""
+    return [measure for measure in measures_of(suites) if measure != "needle"]
 
 
 def suite_tasks(suite: str, tasks: Sequence[str]) -> list[str]:
@@ -100,7 +105,7 @@ def check_scoring(
         from lingpt.eval.tasks.benchmark import check_task  # lm-eval takes seconds to import
 
         check_task(*parse_task(name), data)
-    for source in texts.values() if measures_of(suites) else ():
+    for source in texts.values() if text_measures(suites) else ():
         if source != "embedded":
             next(read_file(find_files(source, ["embedded"])[0], text_key), None)
 
@@ -159,12 +164,11 @@ def text_measurements(
         raise UserError(
             f"max_length_factor is {max_length_factor}; it must be at least 1, the training length itself"
         )
-    measures, found, measurements = measures_of(suites), list[Texts](), list[Measurement]()
+    measures, found, measurements = text_measures(suites), list[Texts](), list[Measurement]()
     length = scorer.checkpoint.train_length
-    if "needle" in measures:
+    if "needle" in measures_of(suites):
         from lingpt.eval.recall.needle import LENGTHS, find_needles, needle_lengths
 
-        measures.remove("needle")
         if not (lengths := needle_lengths(length * max_length_factor)):
             scorer.log(
                 f"needle: not measured: its texts have {LENGTHS[0]:,} tokens or more, more than "

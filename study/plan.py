@@ -18,7 +18,7 @@ from lingpt.eval.recall.mqar import TRIALS_PER_GPU, Trial
 from lingpt.eval.recall.needle import NEEDLES, needle_lengths
 from lingpt.eval.recall.phrases import CHOICES, QUESTIONS
 from lingpt.eval.scores import measure_key, read_results, task_key
-from lingpt.eval.suites import benchmark_tasks, measures_of, tasks_without_file
+from lingpt.eval.suites import benchmark_tasks, measures_of, tasks_without_file, text_measures
 from lingpt.eval.tables import Table
 from lingpt.eval.tasks.sources import benchmark_folder, official_questions
 from lingpt.models import GPT
@@ -165,13 +165,11 @@ def score_costs(study: Study, seq_len: int) -> dict[str, tuple[float, float]]:
         "loss_by_position": PIECES * study.max_length_factor * seq_len,
         "recall_phrases": QUESTIONS * CHOICES * seq_len,  # each of the four answers after the whole text
     }
-    measures = measures_of(study.suites)
-    if "needle" in measures:  # of no text: it is generated
-        measures.remove("needle")
+    if "needle" in measures_of(study.suites):
         lengths = needle_lengths(study.max_length_factor * seq_len)
         costs |= {key: (float(NEEDLES * tokens), 0.0) for key, tokens in lengths.items()}
     for text, source in (study.texts or {"embedded": "embedded"}).items():
-        for measure in measures:
+        for measure in text_measures(study.suites):
             short = source == "embedded" and measure != "recall_phrases"
             tokens = min(most[measure], EMBEDDED_TOKENS) if short else most[measure]
             costs[measure_key(measure, text)] = tokens, 0.0 if source == "embedded" else TEXT_SECONDS

@@ -30,7 +30,7 @@ from lingpt.eval.runs import find_checkpoints
 from lingpt.eval.scores import Positions, unpack_bits
 from lingpt.eval.scoring import Scorer
 from lingpt.eval.suite_tables import save_suites, score_table, suite_tables
-from lingpt.eval.suites import SUITES, benchmark_tasks, text_measurements
+from lingpt.eval.suites import SUITES, benchmark_tasks, check_scoring, text_measurements
 from lingpt.eval.texts import Texts, parse_texts, read_texts, spans
 from lingpt.models import GPT, Config
 
@@ -396,6 +396,13 @@ def test_needles_are_in_texts_up_to_the_longest(tmp_path, tokenizer):
         ("needle (1,024 tokens)", 1024),
         ("needle (2,048 tokens)", 2048),
     ]
+
+
+def test_needles_need_no_text():
+    """Guards: a study of needles alone, refused for a text that it does not read."""
+    check_scoring(["needle"], (), {"words": "gone"}, None)
+    with pytest.raises(UserError, match="no documents at gone"):
+        check_scoring(["needle", "recall"], (), {"words": "gone"}, None)
 
 
 def test_a_suite_that_is_named_twice_is_measured_once(tmp_path, tokenizer):
