@@ -7,7 +7,7 @@ Each row is a run of `lingpt train` in processes of its own, so that one that fa
 - `pieces`: the long sequences, each over all devices; the third step is traced
 
 A step has as many tokens a device in each row, or one sequence if that is more, so that gradients and
-optimizer weigh the same. Beside each row is what its plan foretells: tokens/s, memory, and the share of
+optimizer weigh the same. Beside each row are its plan's estimates: tokens/s, memory, and the share of
 communication.
 """
 
@@ -44,7 +44,7 @@ from lingpt.train.start import check_recipe
 DATA = ["--data.source", "embedded", "--data.vocab_size", "257"]
 OWN_TOKENS = 1 << 17  # at most, of a device in a step of `one` and `ddp`: the optimizer is 1 % of the step
 LOSS_TOLERANCE = 1e-5  # relative; sums in another order make 1e-6, sequences that are cut 1e-4 and more
-OUTSIDE = 1.5  # a run's warm-up and validation, in steps
+OVERHEAD = 1.5  # a run's warm-up and validation, in steps
 OFFLOAD = "--train.offload_activations true"
 
 
@@ -90,11 +90,11 @@ def bench_context(
     machine = choose_machine(TrainConfig(accelerator=accelerator, devices=devices, num_nodes=1))
     out = save_to.parent
     text = out / "validation.txt"  # as long as the longest row, which the embedded validation text is not
-    everywhere = ["--data.val_source", str(text), "--train.accelerator", accelerator, *options.split()]
+    common = ["--data.val_source", str(text), "--train.accelerator", accelerator, *options.split()]
     rows = list(rows_of(model, attentions, seq_lens, base_len, check_len, devices))
     for row in rows:
         if row.kind == "one":  # which fits if any does
-            check_recipe(parse_recipe(_words(replace(row, steps=1), everywhere, out)))
+            check_recipe(parse_recipe(_words(replace(row, steps=1), common, out)))
     with write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         text.write_text("A line of text.\n" * (max(*seq_lens, base_len, check_len) // 16 + 1))
@@ -112,23 +112,23 @@ def bench_context(
             own, waiting = waiting, start(then) if then else None
             assert own
             with own:  # those of a row that is left out still wait
-                session.turn(row, functools.partial(_measure, own, session, steps, everywhere, out))
+                session.turn(row, functools.partial(_measure, own, session, steps, common, out))
             print_rank0(row.line())
     return results
 
 
 def _measure(
-    processes: Processes, session: Session[Row], steps: int, everywhere: Sequence[str], out: Path, row: Row
+    processes: Processes, session: Session[Row], steps: int, common: Sequence[str], out: Path, row: Row
 ) -> None:
     """Plans the row, trains it and reads what came of it."""
     row.steps = 1 if row.kind == "first" else steps
-    seconds = _plan(row, everywhere, out)
+    seconds = _plan(row, common, out)
     left = session.deadline - time.perf_counter()
-    if (row.steps + OUTSIDE) * seconds > left:
+    if (row.steps + OVERHEAD) * seconds > left:
         row.steps = 1
-    if (row.steps + OUTSIDE) * seconds > left:
+    if (row.steps + OVERHEAD) * seconds > left:
         raise Skipped(f"a step takes {seconds:.0f} s by the plan, and {left:.0f} s of the budget are left")
-    words = _words(row, everywhere, out)
+    words = _words(row, common, out)
     run = parse_recipe(words).run_folder
     try:
         failed = processes.run(["train", *words], left)
@@ -147,14 +147,14 @@ def _measure(
     _check_first_loss(row, session.results)
 
 
-def _plan(row: Row, everywhere: Sequence[str], out: Path) -> float:
-    """Fills in what a dry run foretells, and OFFLOAD if the row does not fit without it; returns the seconds
+def _plan(row: Row, common: Sequence[str], out: Path) -> float:
+    """Fills in a dry run's estimates, and OFFLOAD if the row does not fit without it; returns the seconds
     of a step."""
-    recipe = parse_recipe(_words(row, everywhere, out))
+    recipe = parse_recipe(_words(row, common, out))
     gpt, machine, _ = check_recipe(recipe)
     if machine.accelerator == "cuda" and not fits_here(machine, gpt, recipe):
         row.options = OFFLOAD
-        recipe = parse_recipe(_words(row, everywhere, out))
+        recipe = parse_recipe(_words(row, common, out))
         gpt, machine, _ = check_recipe(recipe)
     plan = estimate(recipe, machine, gpt)
     row.planned_tokens_per_second = plan.tokens_per_second / row.devices
@@ -170,7 +170,7 @@ def _check_first_loss(row: Row, results: BenchResults[Row]) -> None:
             row.status, row.reason = "wrong", f"the loss is {own:.5f}, that of one device {expected:.5f}"
 
 
-def _words(row: Row, everywhere: Sequence[str], out: Path) -> list[str]:
+def _words(row: Row, common: Sequence[str], out: Path) -> list[str]:
     values = {
         "model.name": row.model, "model.attention": row.attention, "model.block_size": row.seq_len,
         "data.seq_len": row.seq_len, "train.global_batch_size": row.batch, "train.micro_batch_size": 1,
@@ -180,7 +180,7 @@ def _words(row: Row, everywhere: Sequence[str], out: Path) -> list[str]:
         "train.keep_checkpoints": 0, "train.learning_rate": 1e-5, "train.min_learning_rate": 0,
         "train.profile": row.kind == "pieces" and row.steps > SKIPPED,
     }  # fmt: skip
-    return [*DATA, *command_line(values), *everywhere, *row.options.split()]
+    return [*DATA, *command_line(values), *common, *row.options.split()]
 
 
 def _read(row: Row, run: Path, out: Path) -> None:

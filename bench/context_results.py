@@ -22,7 +22,7 @@ class Row(BenchRow):
     memory are a device's.
 
     status: "wrong" (the first loss is not that of one device), or one of BenchRow's.
-    planned_…: what a dry run foretells. sending: the share of a step that each kind of communication takes,
+    planned_…: a dry run's estimates. sending: the share of a step that each kind of communication takes,
     of one rank.
     """
 
