@@ -100,16 +100,7 @@ def test_a_checkpoint_is_loaded_once_for_all_suites(runs, eval_data, tmp_path, m
     loaded, load_lm = [], scoring.load_lm
     monkeypatch.setattr(scoring, "load_lm", lambda *args: loaded.append(args[0].attention) or load_lm(*args))
     argv = ["--runs", "runs/demo-ours", "runs/demo-gla", "--suite", "table2", "language", "--tasks", "piqa"]
-    texts = [
-        "--texts",
-        "words=t.jsonl",
-        "--max_length_factor",
-        "1",
-        "--data",
-        str(eval_data),
-        "--device",
-        "cpu",
-    ]
+    texts = f"--texts words=t.jsonl --max_length_factor 1 --data {eval_data} --device cpu".split()
     assert main(["eval", *argv, *texts]) == 0 and loaded == ["ours", "gla"]
     # Again, it measures nothing; with other options, which arrive, all of it.
     assert main(["eval", *argv, *texts]) == 0 and loaded == ["ours", "gla"]

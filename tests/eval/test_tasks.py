@@ -306,6 +306,8 @@ HELLASWAG = {"ctx_a": "A man [title] sits.", "ctx_b": "he", "activity_label": "S
 HELLASWAG |= {"endings": ["stands up.", "sings.", "reads.", "rains."]}
 SCIQ = {"support": "Rain is water.", "question": "What is rain?", "correct_answer": "water"}
 SCIQ |= {f"distractor{i}": word for i, word in enumerate(("sand", "air", "fire"), start=1)}
+BOOLQ = {"passage": "Rain is wet.", "question": "is rain wet", "label": 1}
+COPA = {"premise": "It rained.", "choice1": "I sang.", "choice2": "I ran.", "question": "effect", "label": 1}
 
 
 @pytest.mark.parametrize(
@@ -313,24 +315,8 @@ SCIQ |= {f"distractor{i}": word for i, word in enumerate(("sand", "air", "fire")
     [
         ("hellaswag", HELLASWAG, "Sitting: A man. sits. He", " reads."),
         ("sciq", SCIQ, "Rain is water.\nQuestion: What is rain?\nAnswer:", " water"),
-        (
-            "boolq",
-            {"passage": "Rain is wet.", "question": "is rain wet", "label": 1},
-            "Rain is wet.\nQuestion: is rain wet?\nAnswer:",
-            " yes",
-        ),
-        (
-            "copa",
-            {
-                "premise": "It rained.",
-                "choice1": "I sang.",
-                "choice2": "I ran.",
-                "question": "effect",
-                "label": 1,
-            },
-            "It rained therefore",
-            "  i ran.",
-        ),
+        ("boolq", BOOLQ, "Rain is wet.\nQuestion: is rain wet?\nAnswer:", " yes"),
+        ("copa", COPA, "It rained therefore", "  i ran."),
     ],
     ids=["hellaswag", "sciq", "boolq", "copa"],
 )

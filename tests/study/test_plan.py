@@ -39,14 +39,8 @@ def test_the_plan_says_which_benchmarks_are_not_there(here, capsys):
 
 def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
     """Guards: MQAR's hours were in no plan. What is trained is not counted."""
-    tiny = {
-        "attentions": ["softmax"],
-        "learning_rates": [0.001, 0.01],
-        "widths": [64],
-        "pairs": [4],
-        "steps": 2000,
-    }
-    write_tiny(seeds=2, suites=[], mqar=tiny)
+    mqar = {"attentions": ["softmax"], "learning_rates": [0.001, 0.01], "widths": [64], "pairs": [4]}
+    write_tiny(seeds=2, suites=[], mqar=mqar | {"steps": 2000})
     command = [*COMMAND, "--dry_run", "true"]
 
     def minutes():
