@@ -89,7 +89,6 @@ def _student_options(run: Path, given: Set[str]) -> list[str]:
 
 
 def run(recipes: list[Recipe]) -> None:
-    if not recipes[0].train.dry_run:
-        place_softmax_layers(recipes[0])  # both have one `model`
+    place_softmax_layers(recipes[0])  # both have one `model`
     for recipe in recipes:
         train(recipe)

@@ -6,6 +6,7 @@ the hybrid's softmax layers in turn goes to the layer that lowers the loss most 
 back (docs/results/linearize).
 """
 
+import contextlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import cast
@@ -13,8 +14,9 @@ from typing import cast
 import torch
 
 from lingpt.common.devices import decoding_dtype
+from lingpt.common.errors import UserError
 from lingpt.common.local_rank import local_rank
-from lingpt.common.run_folder import find_model_folder
+from lingpt.common.run_folder import find_model_folder, read_model
 from lingpt.data import Batch, prepare
 from lingpt.models import GPT, load_model
 from lingpt.models.attention.hybrid import SOFTMAX, find_hybrid
@@ -22,6 +24,7 @@ from lingpt.models.attention.softmax import SoftmaxAttention
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0, progress_bar
 from lingpt.train.loss import NextTokenLoss
+from lingpt.train.runs.resume import has_begun
 from lingpt.train.start import check_recipe
 
 WINDOW = 64
@@ -29,11 +32,15 @@ TOKENS = 2**17  # of the validation text
 
 
 def place_softmax_layers(recipe: Recipe) -> None:
-    """Moves the evenly spaced softmax layers of the recipe's model to where its teacher needs them. A model
-    that is no such hybrid, or whose teacher is not softmax in every layer, stays as it is."""
+    """Moves the evenly spaced softmax layers of the recipe's model to where its teacher needs them; those of a
+    run that has begun, to where it has them. A model that is no such hybrid, or whose teacher is not softmax
+    in every layer, stays as it is; so does that of a dry run before it has begun."""
     gpt, machine, _ = check_recipe(recipe)  # before the text is tokenised
     layers = gpt.config.attention_per_layer
     if recipe.train.teacher is None or (hybrid := find_hybrid(layers)) is None:
+        return
+    if (recorded := _recorded(recipe, layers)) or recipe.train.dry_run:
+        recipe.model.attention = recorded or recipe.model.attention
         return
     device = torch.device("cuda", local_rank()) if machine.accelerator == "cuda" else torch.device("cpu")
     folder = find_model_folder(Path(recipe.train.teacher))
@@ -47,6 +54,15 @@ def place_softmax_layers(recipe: Recipe) -> None:
     recipe.model.attention = [SOFTMAX if i in placed else hybrid[0] for i in range(len(layers))]
     names = ", ".join(map(str, sorted(placed)))
     print_rank0(f"softmax layers: {names} of 0 … {len(layers) - 1}, which the teacher needs most")
+
+
+def _recorded(recipe: Recipe, layers: Sequence[str]) -> list[str] | None:
+    """The layers of the recipe's run, if it has begun; None if they are not `layers` in some order."""
+    with contextlib.suppress(UserError):  # damaged
+        if recipe.train.resume != "never" and has_begun(recipe.run_folder):
+            _, attention = read_model(recipe.run_folder)
+            return list(attention) if sorted(attention) == sorted(layers) else None
+    return None
 
 
 @torch.no_grad()
