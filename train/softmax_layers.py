@@ -32,8 +32,8 @@ TOKENS = 2**17  # of the validation text
 
 
 def place_softmax_layers(recipe: Recipe) -> None:
-    """Moves the evenly spaced softmax layers of the recipe's model to where its teacher needs them; those of a
-    run that has begun, to where it has them. A model that is no such hybrid, or whose teacher is not softmax
+    """Moves the evenly spaced softmax layers of the recipe's model to where its teacher needs them, those of
+    a run that has begun to where it has them. A model that is no such hybrid, or whose teacher is not softmax
     in every layer, stays as it is; so does that of a dry run before it has begun."""
     gpt, machine, _ = check_recipe(recipe)  # before the text is tokenised
     layers = gpt.config.attention_per_layer
