@@ -67,6 +67,14 @@ def test_samples_are_those_of_the_finished_cache(config, monkeypatch):
     assert plain.fingerprint != second.fingerprint
 
 
+def test_the_order_is_the_same_for_ever(tmp_path: Path):
+    """Golden, over windows and epochs: a changed order would make a resumed run see other data in silence."""
+    dataset = growing.GrowingDataset(tmp_path, 4096, None, None, [])
+    dataset.stream_length, dataset._whole = 10**8, True
+    blocks = dataset.sample(np.array([0, 1, 8191, 8192, 24_413, 24_414]), seed=7)
+    assert blocks.tolist() == [7400, 49, 4925, 9785, 16490, 3164]
+
+
 def test_a_mixture_of_which_one_source_is_cached_describes_itself(config, write_jsonl, texts, monkeypatch):
     """Guards: a KeyError at the start of such a run; a record with the validation text's empty documents as
     those of the text to train on."""
