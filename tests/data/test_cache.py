@@ -1,16 +1,20 @@
 """The token cache: what is in it, when it is found again, and that no half of one ever passes for whole."""
 
 import errno
+import io
 import json
 import os
 import pickle
+import shutil
 import signal
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tokenizers
+from tqdm import tqdm
 
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig, Tokenizer, cache, prepare
@@ -139,6 +143,31 @@ def test_what_decides_the_tokens_makes_another_entry(
     assert len(entries(config)) == 2
 
 
+def test_entries_are_found_again_for_ever():
+    """Golden: with other names or checksums all users would tokenise again, if `FORMAT` need not change."""
+    corpus, tokenizer = SimpleNamespace(content_hash="a"), SimpleNamespace(hash="b")
+    names = [
+        cache.entry_folder(corpus, tokenizer, Path(), fraction, dedup).name
+        for fraction, dedup in ((None, False), (0.005, False), (None, True))
+    ]
+    assert names == [
+        "e516f4597a1d3b2af125c021030ef917",
+        "29f0f8bc4b8b84823790a10093f7f321",
+        "92d9352e81e15fe5084b5690d638a4ce",
+    ]
+    assert cache._checksum({"train": {"tokens": 1}, "format": 1}, {"val": [2], "train": [3]}) == 2636206512
+
+
+def test_what_killed_processes_left_of_an_entry_is_removed(config):
+    """And nothing of another one, which may be at work."""
+    folder = prepare(config, progress=False).parts[0].cache.folder
+    shutil.rmtree(folder)
+    for name in (folder.name, "other"):
+        (folder.parent / f".{name}.0000.partial").mkdir()
+    prepare(config, progress=False)
+    assert entries(config) == [".other.0000.partial", folder.name]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while tokenising", "before the rename"])
 def test_a_killed_preparation_leaves_nothing_that_passes_for_whole(config, start_script, moment):
@@ -193,10 +222,11 @@ def test_a_disk_without_locks_is_said_and_the_first_entry_stays(config, monkeypa
     a third is still at work: its folder is left alone."""
 
     def flock(*_):
+        for lock in Path(config.cache_dir).glob("tokens/*.lock"):
+            lock.with_suffix(".third.partial").mkdir(exist_ok=True)
         raise OSError(number, os.strerror(number))
 
     def make_twice(folder, *args):
-        (folder.parent / f".{folder.name}.third.partial").mkdir()
         make(folder, *args)
         first.append((folder / "manifest.json").stat())
         make(folder, *args)
@@ -339,9 +369,10 @@ def test_a_damaged_manifest_is_named(config):
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     other = manifest | {"val": manifest["val"] | {"bytes": manifest["val"]["bytes"] + 1}}
+    sums = manifest | {"checksums": {"train": [1], "val": [1]}}
     unchecked = {key: value for key, value in manifest.items() if key != "checksum"}
     harmed = [b"", b"{", b"[]", b"{}", b'{"train": 3}', b"\xff\xfe"]
-    for content in (*harmed, json.dumps(other).encode(), json.dumps(unchecked).encode()):
+    for content in (*harmed, *(json.dumps(one).encode() for one in (other, sums, unchecked))):
         path.write_bytes(content)
         with pytest.raises(UserError, match=f"delete {folder} and run again"):
             prepare(config, progress=False)
@@ -383,6 +414,35 @@ def test_empty_documents_are_skipped_and_counted_once(write_jsonl, texts, tokeni
     without = prepare(config)
     assert capsys.readouterr().err == ""
     assert without.train.stream(0, 10**9).tolist() == dataset.train.stream(0, 10**9).tolist()
+
+
+def test_the_bars_end_at_their_totals(config, write_jsonl, texts, monkeypatch):
+    """Documents without a text count."""
+    write_jsonl(["", *texts(400), " "], "train.jsonl")
+    bars = []
+
+    def shown(**options):
+        bars.append(tqdm(**options | {"disable": False, "file": io.StringIO()}))
+        return bars[-1]
+
+    monkeypatch.setattr(cache, "tqdm", shown)
+    prepare(config)
+    assert [bar.n for bar in bars] == [bar.total for bar in bars]
+    sizes = [Path(source).stat().st_size for source in (config.val_source, config.source)]
+    assert [bar.total for bar in bars] == sizes
+
+
+def test_without_progress_nothing_is_said(config, write_jsonl, texts, monkeypatch, capsys):
+    """Neither of empty documents, nor of files that are not read, nor of a disk without locks."""
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    write_jsonl([], "c/not-read.csv")
+    config.source = str(write_jsonl(["", *texts(40)], "c/train.jsonl").parent)
+    prepare(config, progress=False)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("damage", ["cut off", "empty", "other tokens"])
