@@ -208,7 +208,7 @@ def test_a_text_to_validate_on_is_all_of_its_files(write_jsonl, tmp_path: Path):
     """Whatever the words in their names; each of them decides its hash."""
     hashes = set()
     for last in ("c", "d"):
-        for name, text in (("train", "a"), ("valid", "b"), ("test", last)):
+        for name, text in (("train", "a"), ("test", "b"), ("valid", last)):
             write_jsonl([text], f"v/{name}.jsonl")
         corpus = whole_corpus(str(tmp_path / "v"), (), None, "text")
         assert sorted(d.text for d in corpus.train.read()) == ["a", "b", last] and corpus.val is None
