@@ -33,8 +33,8 @@ class RowLosses:
         standard deviation (None for one seed).
     less: baseline → the difference to its mean, and the standard error (None if one of them has one seed).
     loss_at_equal_time: when the fastest row is done; None before the row's first validation.
-    train_time, tokens_per_second, mfu, peak_memory: of the runs on the cards named in `hardware`; in seconds,
-        and bytes of a card.
+    train_time, tokens_per_second, mfu, peak_memory: of the runs on the cards named in `hardware`; in seconds
+        and bytes (of a process).
     """
 
     row: str
@@ -152,7 +152,7 @@ def _loss_table(rows: Sequence[RowLosses], equal_time: float, timed: bool) -> Ta
         head.append("Memory")
         for row, line in zip(rows, cells, strict=True):
             line.append(f"{row.peak_memory / 1e9:.1f} GB" if row.peak_memory else DASH)
-        notes.append("Memory: the most that a card had allocated in training.")
+        notes.append("Memory: the peak of a process in training, of its GPU if it has one.")
     return Table("", head, cells, notes)
 
 
