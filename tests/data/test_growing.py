@@ -192,6 +192,16 @@ def test_no_sample_is_waited_for_once_it_is_closed(config, monkeypatch):
             process.alive = False
 
 
+def test_other_tokens_are_waited_for_when_it_is_closed(whole):
+    """Guards: a CancelledError at the end of a run, whose report counts the text's bigrams."""
+    tokens, folder = whole.train.stream(0, 64), whole.parts[0].cache.folder
+    folder.rename(folder.with_name(f".{folder.name}.0000.partial"))
+    dataset = growing.GrowingDataset(folder, 32, None, None, [])
+    dataset._process = Dead(True)
+    dataset.close()
+    assert dataset.stream(0, 64).tolist() == tokens.tolist()
+
+
 @pytest.mark.slow
 def test_what_asks_the_run_to_stop_leaves_its_process_alone(tmp_path: Path):
     """Also while that one starts. Guards: its traceback at Ctrl-C, and a run that ends with "killed, perhaps

@@ -294,6 +294,7 @@ def test_rows_that_are_trained_alike_are_two_rows(here):
         '7.0, "tokens_per_second": 128.0, "mfu": null',
         '7.0, "tokens_per_second": 1.0, "peak_memory": 2500000000, "mfu": 0.4',
     )
+    edit_metrics("softmax-seed0", '6.0, "tok', '6.0, "peak_memory": 1000000000, "tok')  # resumed
     page = page_of_the_study()
     rows = rows_of_summary()
     assert [row["peak_memory"] for row in rows] == [2.5e9, None] and "| 2.5 GB |" in page
