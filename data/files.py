@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def files_corpus(
     splits = _split(train, text_key), _split(val, text_key) if val else None
     hashes = _hashes([*train, *val], cache_dir, text_key)
     content_hash = hash_of([hashes[: len(train)], hashes[len(train) :]])
-    read = {*files, *val}
+    read = {*files, *val, *(folder for file in files for folder in file.parents)}  # `**` matches folders, too
     others = [path for path in matches if path not in read]
     rule = "; ".join([held_out, *_surprises(files, train, val)])
     return Corpus(source, content_hash, *splits, rule, left_out=_names(others))
@@ -83,7 +84,8 @@ def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[P
         folder = expand(source).is_dir()
         where = f"the folder {source} holds no documents" if folder else f"there are no documents at {source}"
         nested = folder and any(path.is_dir() for path in matches)
-        give = [f"{source.rstrip('/')}/** for those in its folders"] if nested else []
+        inner = shlex.quote(f"{source.rstrip('/')}/**")  # else the shell replaces it
+        give = [f"{inner} for those in its folders"] if nested else []
         give += ["a file, folder or glob of JSONL, Parquet or text", *named]
         raise UserError(f"{where} ({', '.join(sum(KINDS, ()))}): give {', or '.join(give)}")
     return files

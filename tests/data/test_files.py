@@ -5,6 +5,7 @@ import gzip
 import lzma
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pyarrow as pa
@@ -119,13 +120,15 @@ def test_a_path_with_no_documents_is_refused(tmp_path: Path, monkeypatch, source
 
 
 def test_of_a_folder_of_folders_it_is_said_how_to_read_them(write_jsonl, tmp_path: Path):
-    """As many data sets are laid out; and the line is right."""
+    """As many data sets are laid out; and the line is right, in a shell, too."""
     write_jsonl(["x"], "c/train/0.jsonl")
     with pytest.raises(UserError) as error:
         find_files(f"{tmp_path}/c/")
     advice = str(error.value).partition(": give ")[2]
-    assert advice.startswith(f"{tmp_path}/c/** for those in its folders, or a file")
-    assert find_files(advice.split()[0]) == [tmp_path / "c/train/0.jsonl"]
+    assert advice.startswith(f"'{tmp_path}/c/**' for those in its folders, or a file")
+    (tmp_path / "c/empty").mkdir()
+    corpus = files_corpus(shlex.split(advice)[0])
+    assert [d.text for d in corpus.train.read()] == ["x"] and corpus.left_out == "empty/"
 
 
 def test_a_file_that_opens_and_cannot_be_read_is_one_line():
