@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shlex
 from pathlib import Path
 
 import datasets
@@ -67,5 +68,6 @@ def test_the_table_of_sources(tmp_path, monkeypatch, capsys):
     assert len(examples) == 9 and len(local) == 7
     for example in local:
         sizes = ["--data.seq_len", "32", "--data.vocab_size", "300", "--data.val_fraction", "0.1"]
-        assert main(["data", *example.split(), *sizes]) == 0, capsys.readouterr().err
-        assert f"source       {example.split()[1]}" in capsys.readouterr().out
+        words = shlex.split(example)
+        assert main(["data", *words, *sizes]) == 0, capsys.readouterr().err
+        assert f"source       {words[1]}" in capsys.readouterr().out
