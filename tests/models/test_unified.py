@@ -31,6 +31,7 @@ def test_a_form_is_its_recurrence(small, form):
     expected = layer.gate_and_project(torch.stack(rows, 1), x)
     torch.testing.assert_close(layer(x, *tables), expected)
     assert (a <= 1).all() and (b <= 1).all()
+    assert (right is None) == (form != "dfw")
 
 
 @pytest.mark.parametrize("form", FORMS)
