@@ -344,15 +344,16 @@ def test_seeds_whose_data_has_moved_are_one_curve(tmp_path):
 
 def test_seeds_recorded_before_and_after_an_option_came_are_one_curve(tmp_path):
     """Guards: a second seed, trained a week later with one option more in its recipe, had no mean with the
-    first. An option that is given is still a difference."""
+    first. An option that is given is still a difference, and so is a size of the model."""
     recipes = [
         {},
         {"model": {"softmax_gate": False, "constant": True}, "train": {"reduce_bf16": False}},
         {"model": {"softmax_gate": True}},
         {"train": {"reduce_bf16": True}},
+        {"model": {"n_layer": 9}},
     ]
     curves = read_seeds(tmp_path, recipes, "softmax")
-    assert [curve.runs for curve in mean_over_seeds(curves)] == [2, 1, 1]
+    assert [curve.runs for curve in mean_over_seeds(curves)] == [2, 1, 1, 1]
 
 
 def test_seeds_with_other_bookkeeping_are_one_curve(tmp_path):
