@@ -3,8 +3,9 @@
     python -m lingpt.tests.models.trained_gates RECORD.json
 
 A short run trains the model (trained_gradients.py); then each layer's q, k, v and log decays of one more
-sequence, and the gradient of its output, go through the kernel and through the definition in chunks whose
-factors are rounded to bf16. An error is ‖x − exact‖ / ‖exact‖, exact in float64 of the same 16-bit inputs.
+sequence, and the gradient of its output, go through the kernel, and through the definition with factors
+rounded to bf16: of the whole sequence, and in chunks of 64 tokens, where states are rounded, too. An error
+is ‖x − exact‖ / ‖exact‖, exact in float64 of the same 16-bit inputs.
 """
 
 import argparse
@@ -25,7 +26,6 @@ from lingpt.models.attention import gla
 from lingpt.tests.models.trained_gradients import gradients, record
 from lingpt.tests.oracles import gated_quantised, relative
 
-CHUNK = 64  # tokens between two states of the rounded form
 NAMES = "o", "dq", "dk", "dv", "dgate"
 
 
@@ -35,9 +35,9 @@ def run(call: dict[str, Any], dtype: torch.dtype, backend: str) -> dict[str, tor
     return dict(zip(NAMES, (o, *torch.autograd.grad(o, inputs, call["do"].to(dtype))), strict=True))
 
 
-def rounded(call: dict[str, Any]) -> dict[str, torch.Tensor]:
+def rounded(call: dict[str, Any], chunk: int) -> dict[str, torch.Tensor]:
     """The quadratic form within chunks, of 16-bit factors, exact states before and after each among them."""
-    chunks = list(zip(*(x.split(CHUNK, 1) for x in (*call["inputs"], call["do"])), strict=True))
+    chunks = list(zip(*(x.split(chunk, 1) for x in (*call["inputs"], call["do"])), strict=True))
     q, _, v, *_ = chunks[0]
     state = torch.zeros(q.shape[0], *q.shape[2:], v.shape[3], dtype=torch.float64, device=q.device)
     states, outputs = [state.requires_grad_()], []
@@ -56,9 +56,10 @@ def rounded(call: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def layer_errors(call: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Result → the kernel's error and the rounded form's, of one layer."""
+    """Result → the error of the kernel, and of the rounded form, whole and in chunks; of one layer."""
     exact = run(call, torch.float64, "chunkwise")
-    forms = {"kernel": run(call, torch.bfloat16, "auto"), "rounded": rounded(call)}
+    forms = {"kernel": run(call, torch.bfloat16, "auto")}
+    forms |= {"rounded": rounded(call, len(call["do"][0])), "in_chunks": rounded(call, 64)}
     return {name: {form: relative(x[name], y) for form, x in forms.items()} for name, y in exact.items()}
 
 
@@ -81,7 +82,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("record", type=Path)
     parser.add_argument("--model", default="pythia-160m")
-    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--attentions", nargs="+", default=["gla", "linear-best"])
     args = parser.parse_args()
@@ -92,5 +93,5 @@ if __name__ == "__main__":
         for layer, errors in enumerate(row["layers"]):
             print(
                 f"{name:12} layer {layer:2}  "
-                + ", ".join(f"{x} {e['kernel']:.1e} ({e['rounded']:.1e} rounded)" for x, e in errors.items())
+                + ", ".join(f"{x} {' / '.join(f'{y:.1e}' for y in e.values())}" for x, e in errors.items())
             )
