@@ -86,6 +86,12 @@ def only_errors(library: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
+def check_hub_name(source: str) -> None:
+    """UserError if `source`, without `hf:`, names no data set."""
+    if not source.partition(":")[0].strip("/ "):
+        raise UserError(f"{HUB}{source} names no data set: give {HUB}owner/name, as on the hub")
+
+
 def hub_corpus(
     source: str,
     text_key: str = TEXT_KEY,
@@ -101,8 +107,7 @@ def hub_corpus(
     """
     name, _, rest = source.partition(":")
     config, _, split = rest.partition(":")
-    if not name.strip("/ "):
-        raise UserError(f"{HUB}{source} names no data set: give {HUB}owner/name, as on the hub")
+    check_hub_name(source)
     found = _load(name, config)
     rows = next(iter(found.values()))
     sizes = {name: [split.num_examples, split.num_bytes] for name, split in (rows.info.splits or {}).items()}

@@ -13,7 +13,7 @@ from lingpt.data.answer_rows import ANSWERS
 from lingpt.data.corpus import TEXT_KEY, Corpus
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.files import files_corpus, find_files, whole_corpus
-from lingpt.data.hub import HUB, hub_corpus, is_saved, saved_corpus
+from lingpt.data.hub import HUB, check_hub_name, hub_corpus, is_saved, saved_corpus
 from lingpt.data.paths import expand
 from lingpt.data.tokens import token_dtype
 from lingpt.data.wiki40b import wiki40b_corpus
@@ -94,6 +94,7 @@ def find_source(source: str) -> str:
     if is_saved(expand(source.removeprefix(HUB))):
         return "found, saved by `datasets`"
     if source.startswith(HUB):
+        check_hub_name(source.removeprefix(HUB))
         return ON_HUB
     files = find_files(source, NAMED)
     return f"{counted(len(files), 'file')}, {sum(f.stat().st_size for f in files) / 1e6:,.1f} MB, found"

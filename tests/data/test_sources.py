@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig, availability, cache_size, content_hashes, prepare
-from lingpt.data.sources import open_corpus, validation_corpus
+from lingpt.data.sources import find_source, open_corpus, validation_corpus
 
 
 def write_parquet(path: Path, **columns) -> Path:
@@ -207,10 +207,11 @@ def test_a_data_set_whose_files_do_not_fit_is_one_line(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("source", ["hf:", "hf:/", "hf::train"])
-def test_the_hub_without_a_name_is_a_line(source):
-    """Guards: a traceback of `datasets`."""
+@pytest.mark.parametrize("ask", [open_corpus, find_source])
+def test_the_hub_without_a_name_is_a_line(source, ask):
+    """Guards: a traceback of `datasets`, or a dry run that finds it."""
     with pytest.raises(UserError, match=f"^{source} names no data set: give hf:owner/name"):
-        open_corpus(source)
+        ask(source)
 
 
 def test_null_and_mixed_rows_of_jsonl_have_a_line(tmp_path: Path):
