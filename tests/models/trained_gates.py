@@ -3,9 +3,9 @@
     python -m lingpt.tests.models.trained_gates RECORD.json
 
 A short run trains the model (trained_gradients.py); then each layer's q, k, v and log decays of one more
-sequence, and the gradient of its output, go through the kernel, and through the definition with factors
-rounded to bf16: of the whole sequence, and in chunks of 64 tokens, where states are rounded, too. An error
-is ‖x − exact‖ / ‖exact‖, exact in float64 of the same 16-bit inputs.
+sequence, and the gradient of its output, go through the kernel, FLA's (on a GPU), and the definition with
+factors rounded to bf16: of the whole sequence, and in chunks of 64 tokens, where states are rounded, too. An
+error is ‖x − exact‖ / ‖exact‖, exact in float64 of the same 16-bit inputs.
 """
 
 import argparse
@@ -59,6 +59,8 @@ def layer_errors(call: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Result → the error of the kernel, and of the rounded form, whole and in chunks; of one layer."""
     exact = run(call, torch.float64, "chunkwise")
     forms = {"kernel": run(call, torch.bfloat16, "auto")}
+    if call["do"].is_cuda:
+        forms["fla"] = run(call, torch.bfloat16, "fla")
     forms |= {"rounded": rounded(call, len(call["do"][0])), "in_chunks": rounded(call, 64)}
     return {name: {form: relative(x[name], y) for form, x in forms.items()} for name, y in exact.items()}
 
