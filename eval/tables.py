@@ -37,7 +37,8 @@ class Table:
 
     def text(self, markdown: bool = False) -> str:
         """The cells and the notes."""
-        notes = ("\n" if not markdown else "  \n").join(self.notes)
+        # In Markdown a note that begins with the mark * would be an item of a list.
+        notes = "  \n".join(self.notes).replace("*", r"\*") if markdown else "\n".join(self.notes)
         return self.body(markdown) + (f"\n\n{notes}" if notes else "")
 
     def section(self) -> str:

@@ -289,7 +289,8 @@ def test_of_several_softmax_runs_the_likest():
 
 
 def test_the_notes_name_what_is_compared():
-    """Guards: a note on a softmax with options that has no loss by position, below a table without it."""
+    """Guards: a note on a softmax with options that has no loss by position, below a table without it; a run
+    of two texts was named twice."""
     group = (Positions(to=32, loss=4.0, stderr=0.1),)
     losses = PerDocument(losses=((4.0, 4.2),))
     found = score(
@@ -298,7 +299,8 @@ def test_the_notes_name_what_is_compared():
     results = [run(name, 0, [1, 0]) for name in ("softmax-both", "softmax", "gla")]
     results[0] = replace(results[0], checkpoint=replace(results[0].checkpoint, form="softmax + softmax_conv"))
     for scored, named in ((results[1:], "gla-seed0"), (results, "softmax-both-seed0, gla-seed0")):
-        some = [replace(r, scores={"loss_by_position (x)": found} if r in scored else {}) for r in results]
+        both = {f"loss_by_position ({text})": replace(found, texts=text) for text in "xy"}
+        some = [replace(r, scores=both if r in scored else {}) for r in results]
         less = suite_tables(some)[-1]
         assert less.title == "Loss by position, minus softmax's"
         assert less.notes[1:] == [f"Compared with softmax-seed0, step 4: {named}."]

@@ -122,14 +122,15 @@ def test_the_normalised_accuracies_and_the_prompts_that_were_cut():
 
 
 def test_names_are_shown_as_they_are():
-    """Guards: `|` began another cell in Markdown."""
-    table = Table("of $x_$", ["Run $", "of a|b"], [["$y_$", "c|d"]], ["$z_$"])
+    """Guards: `|` began another cell in Markdown; the mark of a note was the point of a list."""
+    table = Table("of $x_$", ["Run $", "of a|b"], [["$y_$", "c|d"]], ["* $z_$"])
     assert table.body(markdown=True).splitlines() == [
         r"| Run $ | of a\|b |",
         "| ----- | ------- |",
         r"| $y_$  | c\|d    |",
     ]
     assert table.body().splitlines()[-1] == "$y_$   c|d"
+    assert [table.text(markdown).splitlines()[-1] for markdown in (True, False)] == [r"\* $z_$", "* $z_$"]
 
 
 def test_three_files(tmp_path):
