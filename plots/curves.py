@@ -151,8 +151,8 @@ def different_texts(curves: Sequence[Curve]) -> str | None:
 
 
 def find_runs(given: Sequence[str | Path], root: Path = Path("runs")) -> list[Path]:
-    """The folders of the runs to draw. A folder of runs, such as a study's, stands for its runs; if some have
-    seeds in their names, for these alone, without a study's short runs of other learning rates.
+    """The folders of the runs to draw, each once. A folder of runs, such as a study's, stands for its runs;
+    if some have seeds in their names, for these alone, without a study's short runs of other learning rates.
 
     By default the runs in `root`, or those of the one study in it. Raises UserError if it has several studies
     and no other run: runs of different studies are drawn together only where they are named.
@@ -166,7 +166,7 @@ def find_runs(given: Sequence[str | Path], root: Path = Path("runs")) -> list[Pa
         if runs and studies:
             print(f"not drawn: the runs of {names}; to draw them, name the folder", file=sys.stderr)
         given = runs or studies
-    return [run for folder in given for run in _runs_in(Path(folder))]
+    return list(dict.fromkeys(run for folder in given for run in _runs_in(Path(folder))))
 
 
 def _runs_in(folder: Path) -> list[Path]:

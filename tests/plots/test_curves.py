@@ -197,7 +197,7 @@ def test_the_runs_that_are_drawn(tmp_path, capsys):
     alone = write_run(root / "demo-ours", "ours", 1.0, losses)
     assert find_runs([], root) == [alone]
     assert f"not drawn: the runs of {root}/study-a, " in capsys.readouterr().err
-    assert find_runs([alone, root / "study-b", tmp_path / "x"]) == [alone, other, tmp_path / "x"]
+    assert find_runs([alone, root / "study-b", alone, tmp_path / "x"]) == [alone, other, tmp_path / "x"]
 
 
 def test_labels_are_attentions_only_where_these_tell_runs_apart(tmp_path):
