@@ -77,7 +77,7 @@ def run_task(lm: "LinGPTLM", name: str, num_fewshot: int, data: Path | None, lim
     loaded = load_tasks(name, num_fewshot, data)
     tasks, found = loaded["tasks"], _evaluate(lm, name, loaded, limit)
     parts = {task: metrics_of(found["results"][task]) for task in tasks}
-    whole = metrics_of(found["groups"][name]) if name in found.get("groups", {}) else parts.get(name)
+    whole = metrics_of(found["groups"][name]) if name in found.get("groups", {}) else parts[name]
     counts = [found["n-samples"][task] for task in tasks]
     odd_rows = [getattr(task, "odd_rows", {}) for task in tasks.values()]
     return Score(
@@ -87,7 +87,7 @@ def run_task(lm: "LinGPTLM", name: str, num_fewshot: int, data: Path | None, lim
         documents=sum(count["effective"] for count in counts),
         complete=not any(odd_rows) and all(count["effective"] == count["original"] for count in counts),
         file_rows={file: rows for files in odd_rows for file, rows in files.items()},
-        metrics=whole or {},
+        metrics=whole,
         correct=correct_answers(found["samples"]),
         subtasks={} if list(parts) == [name] else parts,
         version=found["versions"].get(name),

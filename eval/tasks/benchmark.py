@@ -150,10 +150,10 @@ class Benchmark(ConfigurableTask):
 
 
 def load_tasks(name: str, num_fewshot: int = 0, data: Path | None = None) -> dict[str, Any]:
-    """The stock task, group or tag `name` with `num_fewshot` examples, as `TaskManager.load` returns it.
+    """The stock task or group `name` with `num_fewshot` examples, as `TaskManager.load` returns it.
 
     With `data`, rows come from the JSONL files there, without network access. UserError for a name that
-    lm-eval does not have, a missing file, or an unreachable hub.
+    lm-eval does not have, or has as a tag, for a missing file, or an unreachable hub.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if data is not None:
@@ -214,6 +214,9 @@ def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[s
         manager = _all_tasks(name)
     with contextlib.redirect_stderr(io.StringIO()) if data else contextlib.nullcontext():  # progress bars
         loaded = manager.load(name) if data else _from_hub(manager, name)
+    scored = {group for group, found in loaded["groups"].items() if found.aggregate_metric_list}
+    if name not in scored | loaded["tasks"].keys():
+        raise UserError(f"{name!r} has no score of its own: give its tasks, {' '.join(loaded['tasks'])}")
     for task in loaded["tasks"].values():
         task.set_config("num_fewshot", num_fewshot)
     return loaded

@@ -219,7 +219,9 @@ def test_the_folder_that_is_given_precedes_the_environments(monkeypatch):
 
 
 def test_unknown_tasks(eval_data):
-    """The nearest name, and what has no local files."""
+    """The nearest name, and what has no local files. Guards: a tag was scored, and its scores not shown."""
+    with pytest.raises(UserError, match=r"'ai2_arc' has no score of its own: .*, arc_challenge arc_easy"):
+        load_tasks("ai2_arc", 0, eval_data)
     with pytest.raises(UserError, match="did you mean 'arc_easy'"):
         load_tasks("arc_eazy", 0, eval_data)
     with pytest.raises(
