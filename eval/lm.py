@@ -292,7 +292,7 @@ class LinGPTLM(TemplateLM):
         return tuple(handle_stop_sequences(options.get("until"), eos)), new
 
     def _generate(self, contexts: Sequence[tuple[int, ...]], max_new: int, until: Sequence[str]) -> list[str]:
-        """Greedy continuations, cut before the first stop sequence."""
+        """Greedy continuations, cut before the first stop sequence (end-of-text is one)."""
         length, cu_seqlens = max(map(len, contexts)), None
         padding = [length - len(context) for context in contexts]
         rows = [(0,) * n + context for n, context in zip(padding, contexts, strict=True)]
@@ -301,23 +301,18 @@ class LinGPTLM(TemplateLM):
             begins = [b * length + offset for b, n in enumerate(padding) for offset in (0, n)]
             cu_seqlens = torch.tensor([*begins, idx.numel()], dtype=torch.int32, device=self.device)
         state = self.model.new_state(len(idx), idx.shape[1] + max_new, device=self.device, dtype=self.dtype)
-        tokens: list[list[int]] = [[] for _ in contexts]
-        running = [True] * len(contexts)
+        tokens, texts = [list[int]() for _ in contexts], [""] * len(contexts)
         for _ in range(max_new):
             last = self.model.hidden(idx, state, cu_seqlens)[:, -1]  # enough of a prompt
             cu_seqlens = None  # of the prompts alone
             logits = self.model.lm_head(last)[:, : self.text_tokenizer.vocab_size]  # without rows of padding
             idx = logits.argmax(-1, keepdim=True)
-            for b, token in enumerate(idx[:, 0].tolist()):
-                if not running[b]:
-                    continue
-                if token != self.eot_token_id:
-                    tokens[b].append(token)
-                text = self.text_tokenizer.decode(tokens[b])
-                running[b] = token != self.eot_token_id and not any(stop and stop in text for stop in until)
-            if not any(running):
+            for row, token in zip(tokens, idx[:, 0].tolist(), strict=True):
+                row.append(token)
+            texts = [self.text_tokenizer.decode(row) for row in tokens]
+            if all(any(stop and stop in text for stop in until) for text in texts):
                 break
-        return [postprocess_generated_text(self.text_tokenizer.decode(t), list(until), None) for t in tokens]
+        return [postprocess_generated_text(text, list(until), None) for text in texts]
 
     def _bar(self, total: int, disable: bool, what: str) -> tqdm:
         return tqdm(total=total, desc=what, unit="", disable=disable or None)

@@ -57,8 +57,7 @@ class Checkpoint:
         folder = Path(folder)
         step, run = checkpoint_step(folder), folder.parent.parent
         run = run.resolve() if run.name in ("", "..") else run  # the run of `.` has its name, too
-        has_weights = (folder / WEIGHTS).is_file() or is_sharded(folder)
-        if step is None or read_manifest(folder) is None or not has_weights:
+        if step is None or read_manifest(folder) is None:
             raise UserError(
                 f"{folder} is not a complete checkpoint (step-XXXXXXXX with a manifest and all the files "
                 "that it lists)"

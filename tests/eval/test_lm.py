@@ -133,11 +133,13 @@ def test_padding_does_not_change_what_is_generated(attention, tokenizer):
 
 
 def test_a_batch_of_generation_has_room_for_the_longest(softmax_model, tokenizer, monkeypatch):
-    """Guards: batches larger than asked for where a short context comes before a long one."""
+    """Guards: batches larger than asked for where a short context comes before a long one. End-of-text is a
+    stop sequence."""
     rng, sizes = random.Random(6), list[int]()
     lm = LinGPTLM(softmax_model, tokenizer, batch_tokens=100)
 
     def generate(contexts, new, until):
+        assert until == (tokenizer.decode([tokenizer.eos_id]),)
         sizes.append(len(contexts) * (max(map(len, contexts)) + new))
         return [""] * len(contexts)
 

@@ -225,7 +225,7 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     tables = {table.title: table for table in suite_tables(results)}
     bits = tables["Bits per byte"]
     assert bits.head[4:] == ["bits per byte", "xz -9", "to softmax"]
-    assert [row[0] for row in bits.rows] == ["ours", "softmax"]
+    assert [row[::3][:2] for row in bits.rows] == [["ours", "6"], ["softmax", "6"]]
     assert "±" in bits.rows[0][-1] and bits.rows[1][-1] == "–"
     losses = tables["Loss by position"]
     assert losses.head[4] == "unigram" and losses.head[-2:] == [f"≤ {BLOCK_SIZE}", f"≤ {2 * BLOCK_SIZE}"]
@@ -236,7 +236,7 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     assert caption(losses) == "demo; dashed: the training length, 64 tokens; documents: 5 of stories; cpu."
     within = tables["Loss within documents"]
     assert within.head[4:6] == ["all", "≤ 1"] and within.head[-1] == f"≤ {BLOCK_SIZE}"
-    assert [row[3] for row in within.rows] == ["6", "6"] and " ± " in within.rows[0][-1]
+    assert [row[2:4] for row in within.rows] == [["stories", "6"]] * 2 and " ± " in within.rows[0][-1]
     paths = save_suites(results, tmp_path / "tables")
     figures = ["positions.png", "positions.pdf", "within-documents.png", "within-documents.pdf"]
     names = ["suites.md", "suites.tex", *figures]
@@ -298,7 +298,8 @@ def test_the_lines_of_the_loss_by_position(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda fig, *a, **k: (kept.append(fig), save(fig, *a, **k)))
 
     results = [positions("a-seed0", ["x"]), positions("b-seed0", ["x", "y"]), positions("c-seed0", ["y"])]
-    draw_positions([*results, positions("c-seed0", ["y"], step=8)], tmp_path)
+    results += [positions("c-seed0", ["y"], step=8), positions("b-seed1", ["x", "y"])]
+    draw_positions(results, tmp_path)
     (legend,) = kept[0].legends
     names = ["a", "b", "c-seed0", "c-seed0"]  # the last two are no line of one row
     assert [text.get_text() for text in legend.get_texts()] == names
@@ -307,6 +308,7 @@ def test_the_lines_of_the_loss_by_position(tmp_path, monkeypatch):
         for panel in kept[0].axes
     ]
     assert looks[0] == {("a", "-", "o"), ("b", "--", "s")} and ("b", "--", "s") in looks[1]
+    assert [len(panel.collections) for panel in kept[0].axes] == [1, 1]  # the band of b's seeds
     assert legend.get_window_extent().x0 > kept[0].axes[-1].get_window_extent().x1
 
 
@@ -383,9 +385,12 @@ def test_a_needle_is_found_by_a_model_that_reads(lm, monkeypatch):
     monkeypatch.setattr(wide, "score", reads)
     found = find_needles(wide, needles=10)
     assert found.metrics == {"exact": 0.5, "exact_stderr": pytest.approx((0.25 / 9) ** 0.5)}
-    one = {"needle (1,024 tokens)": replace(found, max_length=1024)}
-    (table,) = suite_tables([result("a", scores=one)], ["needle"])
-    assert table.head[4:] == ["1,024 tokens"] and table.rows[0][4] == "50.00 ± 16.67"
+    some = [
+        result("a", scores={f"needle ({n:,} tokens)": replace(found, max_length=n)}) for n in (1024, 2048)
+    ]
+    (table,) = suite_tables(some, ["needle"])
+    assert table.head[4:] == ["1,024 tokens", "2,048 tokens"]
+    assert [row[4:] for row in table.rows] == [["50.00 ± 16.67", "–"], ["–", "50.00 ± 16.67"]]
 
 
 def test_needles_are_in_texts_up_to_the_longest(tmp_path, tokenizer):

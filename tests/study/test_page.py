@@ -94,6 +94,7 @@ def test_the_setting_has_all_that_the_runs_were_made_with(here):
     fake_run("softmax-seed0"), fake_run("wide-seed0")
     first = {"hardware": {"name": "NVIDIA A100", "world_size": 8}, "versions": {"torch": "2.9.0"}}
     last = {"hardware": {"name": "NVIDIA H200", "precision": "bf16-mixed"}, "versions": {"torch": "2.11.0"}}
+    first, last = first | {"git": None, "source": "a1"}, last | {"git": {"revision": "b2"}, "source": "c3"}
     write_record("softmax-seed0", last | {"data": {"train": {"tokens": 150}}, "earlier": [first, 3]})
     page = page_of_the_study()
     for line in (
@@ -104,6 +105,7 @@ def test_the_setting_has_all_that_the_runs_were_made_with(here):
         "Text: train.jsonl",
         "Hardware: 1 × NVIDIA H200, bf16-mixed; 8 × NVIDIA A100",
         "Software: torch 2.11.0; torch 2.9.0",
+        "Source: b2; a1",
     ):
         assert f"- {line}\n" in page
     assert re.search(r"^\| softmax .* 1 × NVIDIA H200 \|$", page, re.M)

@@ -153,6 +153,11 @@ def test_a_run_is_not_sooner_done_for_cards_that_it_has_not(jobs, slots, seconds
     assert wall_seconds([Cost(flops) for flops in jobs], slots, peak=1.0) == pytest.approx(seconds)
 
 
+def test_the_hosts_seconds_are_those_of_a_gpu():
+    times = [wall_seconds([Cost(60, 5)], slots, peak=1.0) for slots in (gpu_slots(1, 1), [Slot("CPU")])]
+    assert times == [65, 60]
+
+
 def test_the_plan_has_the_disk_that_the_rates_take(here, capsys):
     """Guards: the short runs' checkpoints, all of which are there until the last is over, were forgotten; and
     the one that a run keeps beside the newest two, for `keep_best`."""
@@ -169,6 +174,8 @@ def test_the_plan_has_the_disk_that_the_rates_take(here, capsys):
     assert disk([1e-3]) == one  # it is gone when the run begins
     assert disk([1e-3, 3e-3, 1e-2]) == pytest.approx(3 * one, rel=0.01)
     assert disk([1e-3, 3e-3, 1e-2], "--stages", "runs") == one
+    fake_run("softmax-rate0.003")  # whose weights are gone
+    assert disk([1e-3, 3e-3, 1e-2]) == pytest.approx(2 * one, rel=0.01)
 
 
 def test_the_time_of_scores_is_what_was_measured():
@@ -180,7 +187,7 @@ def test_the_time_of_scores_is_what_was_measured():
     costs = score_costs(study, 2048)
     files = [json.loads(file.read_text()) for file in folder.glob("*-seed0/eval/*.json")]
     scores = [(key, entry["seconds"]) for file in files for key, entry in file["scores"].items()]
-    assert files and {key for key, _ in scores} <= costs.keys()
+    assert files and {key for key, _ in scores} <= costs.keys() and costs["bits_per_byte (novels)"][0] == 1e6
     planned = sum(costs[key][0] * 2 * 162e6 / H200_FLOPS + costs[key][1] for key, _ in scores)
     assert planned == pytest.approx(sum(seconds for _, seconds in scores), rel=1 / 3)
     demo = score_costs(read_study(find_study("demo")), 256).values()

@@ -25,8 +25,8 @@ from lingpt.tests.study.tiny import (
 
 
 def test_the_best_rate_is_chosen(here):
-    """By the loss at the end, when all of a row's runs are over; one that diverged counts for nothing.
-    Guards: the best of those that were left, where others had failed."""
+    """By the loss at the end, when all of a row's runs are over; one that diverged counts for nothing. The
+    short runs log no curves elsewhere. Guards: the best of those that were left, where others had failed."""
     write_tiny(seeds=2, learning_rates=[1e-3, 3e-3, 1e-2], attentions=["softmax", "gla"], rate_tokens=512)
     study, folder = tiny_study(), Path("runs")
     tried = rate_runs(study, folder, None)
@@ -42,8 +42,10 @@ def test_the_best_rate_is_chosen(here):
     (folder / "softmax-rate0.003" / "metrics.jsonl").write_text(text.replace('"loss": 4.0', '"loss": 3.5'))
     assert read_rate_search(tried).chosen == {"softmax": 3e-3}
     assert study_runs(study, folder, {"softmax": 3e-3}, None)[0].options["train.learning_rate"] == 3e-3
-    changed = rate_runs(replace(study, rate_tokens=256, rate_options={"train.z_loss": 0.5}), folder, None)
+    logged = replace(study, options=study.options | {"train.wandb": True})
+    changed = rate_runs(replace(logged, rate_tokens=256, rate_options={"train.z_loss": 0.5}), folder, None)
     assert (changed[0].recipe.total_steps, changed[0].recipe.train.z_loss) == (2, 0.5)
+    assert not changed[0].recipe.train.wandb and study_runs(logged, folder, {}, None)[0].recipe.train.wandb
     fake_run("softmax-rate0.001", seed=1, root="runs")  # of another study
     assert read_rate_search(tried).unfinished["softmax"] == ["softmax-rate0.001"]
 
