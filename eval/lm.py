@@ -65,8 +65,6 @@ class LinGPTLM(TemplateLM):
         name: str = "the model",
     ) -> None:
         super().__init__()
-        if batch_tokens < 1:
-            raise UserError(f"batch_tokens is {batch_tokens}; a batch needs at least one token")
         self.models = [one.eval() for one in ([model] if isinstance(model, GPT) else model)]
         self.model = model = self.models[0]
         self.text_tokenizer = tokenizer

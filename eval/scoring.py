@@ -149,8 +149,6 @@ class Scorer:
 def find_devices(name: str, count: int) -> tuple[torch.device, ...]:
     """`count` devices from the one called `name` on (the CPU repeated); UserError if they do not exist."""
     first = find_device(name)
-    if count < 1:
-        raise UserError(f"devices is {count}; it must be at least 1")
     if first.type != "cuda":
         return (first,) * count
     start, there = first.index or 0, torch.cuda.device_count()

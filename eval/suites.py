@@ -160,10 +160,6 @@ def text_measurements(
 
     A measure that a text is too short for, or has too few phrases for, is skipped with a line to the log.
     """
-    if max_length_factor < 1:
-        raise UserError(
-            f"max_length_factor is {max_length_factor}; it must be at least 1, the training length itself"
-        )
     measures, found, measurements = text_measures(suites), list[Texts](), list[Measurement]()
     length = scorer.checkpoint.train_length
     if "needle" in measures_of(suites):

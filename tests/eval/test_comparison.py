@@ -83,6 +83,14 @@ def test_a_row_is_the_mean_of_its_seeds():
     assert compared in paired.notes
 
 
+def test_a_metric_that_one_seed_lacks_has_no_mean():
+    both = [{"acc": 0.5, "acc_stderr": 0.1, "perplexity": perplexity} for perplexity in (None, 3.0)]
+    (mean,) = mean_scores(
+        [with_scores(run("ours", i, [1, 0]), x=score("x", metrics=metrics)) for i, metrics in enumerate(both)]
+    )
+    assert mean.scores["x"].metrics == {"acc": 0.5, "acc_stderr": 0.1}
+
+
 def test_single_runs_are_as_before():
     results = [run("ours", 0, [1, 0, 1, 1]), run("softmax", 0, [1, 0, 0, 1])]
     assert mean_scores(results) == results

@@ -236,7 +236,7 @@ def test_exported_model_scores_the_same_in_hflm(tokenizer, tmp_path):
 
 
 def test_mistakes(softmax_model, tokenizer):
-    """Sampling, no room for a context, nothing to score, no batch: one line each."""
+    """Sampling, no room for a context, nothing to score: one line each."""
     lm = LinGPTLM(softmax_model, tokenizer)
     with pytest.raises(UserError, match="greedy"):
         lm.generate_until(instances("generate_until", [("a", {"do_sample": True, "temperature": 1.0})]))
@@ -244,8 +244,6 @@ def test_mistakes(softmax_model, tokenizer):
         lm.generate_until(instances("generate_until", [("a", {"max_gen_toks": 64})]))
     with pytest.raises(UserError, match="nothing to score"):
         lm.loglikelihood(instances("loglikelihood", [("stone", "")]))
-    with pytest.raises(UserError, match="batch_tokens"):
-        LinGPTLM(softmax_model, tokenizer, batch_tokens=0)
 
 
 def test_out_of_memory_says_what_to_lower(softmax_model, tokenizer, monkeypatch):
