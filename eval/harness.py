@@ -66,10 +66,10 @@ def describe_data(name: str, num_fewshot: int, data: Path | None) -> dict[str, s
 
 
 def run_task(lm: "LinGPTLM", name: str, num_fewshot: int, data: Path | None, limit: int | None) -> Score:
-    """Runs one task or group in lm-eval: metrics with standard errors, and what they were measured on."""
+    """Runs one task or group in lm-eval, with an `lm` of its own: metrics with standard errors, and what they
+    were measured on."""
     from lingpt.eval.tasks.benchmark import load_tasks
 
-    cut = lm.cut_prompts
     loaded = load_tasks(name, num_fewshot, data)
     tasks, found = loaded["tasks"], _evaluate(lm, name, loaded, limit)
     parts = {task: metrics_of(found["results"][task]) for task in tasks}
@@ -88,7 +88,7 @@ def run_task(lm: "LinGPTLM", name: str, num_fewshot: int, data: Path | None, lim
         subtasks={} if list(parts) == [name] else parts,
         version=found["versions"].get(name),
         prompts=requests_hash(tasks),
-        cut_prompts=lm.cut_prompts - cut,
+        cut_prompts=lm.cut_prompts,
     )
 
 

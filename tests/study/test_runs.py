@@ -224,3 +224,4 @@ def test_metrics_are_read_once(here, monkeypatch):
     assert run.status() == "at step 2 of 4, loss 6.000" and len(folders) == 1
     fake_run("softmax-seed0")
     assert (run.step, run.loss, run.is_finished()) == (4, 4.0, True) and len(folders) == 2
+    assert study_runs(study, FOLDER, {}, None)[1].status() == "at step 0 of 4"
