@@ -403,6 +403,15 @@ def test_needles_are_in_texts_up_to_the_longest(tmp_path, tokenizer):
     ]
 
 
+def test_the_loss_by_position_alone_is_read_past_the_training_length(tmp_path, tokenizer, texts):
+    write_run(tmp_path, "demo-ours", "ours", tokenizer)
+    scorer = Scorer(find_checkpoints(tmp_path)[0], device="cpu", log=lambda line: None)
+    asked = text_measurements(scorer, ["language", "recall"], texts, max_length_factor=4)
+    further = [m.key for m in asked if m.max_length == 4 * BLOCK_SIZE]
+    assert further == ["loss_by_position (stories)"]
+    assert [m.max_length for m in asked if m.key not in further] == [BLOCK_SIZE] * 3
+
+
 def test_needles_need_no_text():
     """Guards: a study of needles alone, refused for a text that it does not read."""
     check_scoring(["needle"], (), {"words": "gone"}, None)
