@@ -214,17 +214,18 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
 
 
 def test_the_best_rate_counts(tmp_path, monkeypatch):
-    """In the table, and the figure's caption names the devices."""
+    """In the table and the figure, whose caption names the devices."""
     trials = make_trials(["softmax"], [16], [2], [1e-3, 1e-2], **TINY)
     results = [trained(trials[0], 0.25, device="cpu"), trained(trials[1], 0.5, device="cpu")]
     assert best(results, "softmax", 16, 2) is results[1]
     rows = {row[0]: row[1] for row in mqar_table(results).rows}
     assert rows == {"softmax": "50.00 ± 10.00 (0.01)", "A guess among the values": "50.00"}
     said = []
-    monkeypatch.setattr(mqar_results, "add_caption", lambda figure, text: said.append(text))
+    monkeypatch.setattr(mqar_results, "add_caption", lambda *drawn: said.append(drawn))
     names = {"mqar-table.md", "mqar-table.tex", "mqar.png", "mqar.pdf"}
     assert {path.name for path in save_mqar(results, tmp_path)} == names
-    assert said[0].endswith("q, k and v. cpu.")
+    ((figure, text),) = said
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[16, 50]] and text.endswith("q, k and v. cpu.")
 
 
 def test_cells_that_lack_a_rate_are_named(tmp_path, monkeypatch):

@@ -171,6 +171,7 @@ def test_a_run_without_scores_is_named(here, monkeypatch):
     write_tiny(suites=["table2"], tasks=["piqa"], attentions=["softmax", "ours", "gla"])
     for row in ("softmax", "ours", "gla"):
         fake_run(f"{row}-seed0")
+    assert "Table 2" not in page_of_the_study()
     for step in (2, 4, 8):
         write_scores("softmax-seed0", step, **{"piqa (0-shot)": PIQA})
     write_scores("ours-seed0", 2, **{"piqa (0-shot)": PIQA})
