@@ -1,5 +1,6 @@
 """`lingpt linearize`: gives a trained model another attention."""
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -67,8 +68,8 @@ def _student_options(run: Path, given: Set[str]) -> list[str]:
     values, t = flatten(Recipe, recipe.to_dict()), recipe.train
     # Of both lengths, `max_steps` counts.
     tokens = (not t.max_steps and t.max_tokens) or recipe.total_steps * recipe.tokens_per_step
-    for key in ("train.global_batch_size", "train.micro_batch_size"):
-        values[key] = max(1, values[key] // BATCH_DIVISOR)
+    batch, micro = (max(1, x // BATCH_DIVISOR) for x in (t.global_batch_size, t.micro_batch_size))
+    values |= {"train.global_batch_size": batch, "train.micro_batch_size": math.gcd(batch, micro)}
     rate = values["train.learning_rate"]
     values |= {"train.learning_rate": rate / 2, "train.min_learning_rate": 0.0}
     values[ATTENTION_RATE.removeprefix("--")] = None if "--train.learning_rate" in given else 2 * rate

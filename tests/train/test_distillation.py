@@ -188,8 +188,8 @@ def test_a_validation_is_of_the_next_token(kind, batch):
 
 def test_a_student_takes_no_option_of_its_teacher_that_it_cannot_have(make_recipe):
     """Guards: "leave it out" for an option that only the teacher's run was given, or for a rate of linear
-    attentions without any; Muon's whole rate; a decay longer than the student's run; and a traceback for
-    a damaged recipe."""
+    attentions without any; Muon's whole rate; a decay longer than the student's run; a quarter of a
+    micro-batch that does not divide that of the batch; and a traceback for a damaged recipe."""
     options = {"optimizer": "muon", "muon_learning_rate": 4e-3, "schedule": "wsd", "decay_steps": 1}
     teacher = train(make_recipe(max_steps=1, z_loss=1e-4, segments=2, **options))
     config = teacher / "config.yaml"
@@ -220,6 +220,12 @@ def test_a_student_takes_no_option_of_its_teacher_that_it_cannot_have(make_recip
     ):  # refused when it starts
         (student,) = parse([str(teacher), "--model.attention=softmax+softmax_window=16", *given])
         assert student.train.attention_learning_rate == rate
+    for teachers, own in (((20, 10), (5, 1)), ((16, 8), (4, 2)), ((2, 1), (1, 1))):
+        found = read_yaml(config)
+        found["train"] |= dict(zip(("global_batch_size", "micro_batch_size"), teachers, strict=True))
+        config.write_text(json.dumps(found))
+        (student,) = parse([str(teacher), "--model.attention=ours-gated"])
+        assert (student.train.global_batch_size, student.train.micro_batch_size) == own
     for damaged in ("", "model: {name: demo}", "train: 3"):
         config.write_text(damaged)
         with pytest.raises(UserError, match=r"recipe|how long to train"):
