@@ -77,7 +77,7 @@ def replay(
         f"loss {sum(sums) / targets:.4f} nats/token, gradient norm {norm:.4g} before clipping at "
         f"{recipe.train.grad_clip:g}; when it was trained: {_as_logged(run, step)}",
         *otherwise,
-        f"the {min(samples, len(losses))} samples of the highest loss, of {len(losses)}:",
+        f"{counted(min(samples, len(losses)), 'sample')} of the highest loss, of {len(losses)}:",
     ]
     for position in worst[:samples]:
         sample = dataset.train[blocks[position]][:TEXT_TOKENS]
