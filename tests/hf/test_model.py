@@ -76,6 +76,8 @@ def test_logits_are_lingpts(model, exported, tokens, tmp_path):
     assert torch.equal(base, model.hidden(tokens)) and torch.equal(base, output.hidden_states[-1])
     few = exported(tokens, logits_to_keep=3).logits  # a product of another shape, so of another order of sums
     torch.testing.assert_close(few, output.logits[:, -3:], rtol=0, atol=1e-6)
+    these = exported(tokens, logits_to_keep=torch.tensor([8, 40])).logits
+    torch.testing.assert_close(these, output.logits[:, [8, 40]], rtol=0, atol=1e-6)
     constants = [*model.buffers()]
     assert all(torch.equal(*pair) for pair in zip(exported.buffers(), constants, strict=True))
 

@@ -224,8 +224,10 @@ def test_an_interrupted_run_waits_for_no_text(make_recipe, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
-def test_a_signal_in_a_validation_is_agreed_on_there(make_recipe, monkeypatch):
-    """A validation may take long: it is left, all of its texts, and comes first when the run goes on."""
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_signal_in_a_validation_is_agreed_on_there(make_recipe, monkeypatch, step):
+    """A validation may take long: it is left, all of its texts, and comes first when the run goes on, also
+    after others, and where no step is left."""
 
     def recipe(name=None):
         made = make_recipe(name=name)
@@ -233,16 +235,16 @@ def test_a_signal_in_a_validation_is_agreed_on_there(make_recipe, monkeypatch):
         return made
 
     def validate_and_interrupt(run, blocks, stop):
-        if run.progress.step == 3 and blocks is not run.dataset.val:
+        if run.progress.step == step and blocks is not run.dataset.val:
             os.kill(os.getpid(), signal.SIGINT)
         return validate(run, blocks, stop)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "validate", validate_and_interrupt)
-        with pytest.raises(KeyboardInterrupt, match=r"stopped and saved at step 3 of 6"):
+        with pytest.raises(KeyboardInterrupt, match=f"stopped and saved at step {step} of 6"):
             train(recipe())
     validated = [line["step"] for line in read_metrics(recipe().run_folder) if line["kind"] == "val"]
-    assert validated == []
+    assert validated == list(range(3, step, 3))
     parts, whole = train(recipe()), train(recipe("whole"))
     assert without_clock(parts) == without_clock(whole), "the validation that was left is not made up for"
 
