@@ -356,8 +356,6 @@ def time_to_loss(
 def _targets(low: float, high: float) -> list[float]:
     """Evenly spaced losses, rounded to two decimals, from near `high` down to `low`."""
     lowest = math.ceil(low * 100) / 100
-    if lowest > high:
-        return []
     found = [round(lowest + (high - lowest) * i / N_TARGETS, 2) for i in range(N_TARGETS)]
     return sorted({loss for loss in found if low <= loss <= high}, reverse=True)
 
