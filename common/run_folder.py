@@ -131,7 +131,7 @@ def find_model_folder(path: Path, verify: bool = True) -> Path:
 
     UserError for a run without a whole checkpoint, or if the checkpoint is damaged.
     """
-    if (path / CHECKPOINTS).is_dir():
+    if (path / CHECKPOINTS).is_dir() or (path / METRICS).is_file():
         path = require_newest_checkpoint(path, warn=verify)
     if verify:
         check_undamaged(path)

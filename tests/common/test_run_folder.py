@@ -52,8 +52,13 @@ def test_whole_checkpoints_are_found_in_the_order_of_their_steps(tmp_path):
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named(tmp_path, capsys):
+    """Guards: "it has no config.json" of a run that has yet to save."""
     with pytest.raises(UserError, match="is not a run folder"):
         require_newest_checkpoint(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="has no whole checkpoint yet"):
+        find_model_folder(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="has no whole checkpoint yet"):
         find_model_folder(tmp_path)
