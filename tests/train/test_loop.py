@@ -330,6 +330,7 @@ def test_a_diverged_run_is_not_burnt_again(make_recipe, monkeypatch, capsys):
         line = r"not finite for 10 steps up to step 13; the newest .*step-00000012"
         with pytest.raises(UserError, match=line):
             train(recipe)
+    assert "step 4: the loss or the gradient is not finite; the step is skipped" in capsys.readouterr().out
     folder, good = recipe.run_folder, recipe.run_folder / "checkpoints/step-00000003"
     before = (folder / "metrics.jsonl").read_bytes()
     with pytest.raises(UserError) as refused:
