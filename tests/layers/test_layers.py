@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lingpt import UserError
-from lingpt.layers import GLA, GatedLinearAttention, LinearAttention
+from lingpt.layers import GLA, AttentionLayer, GatedLinearAttention, LinearAttention
 from lingpt.models import GPT, Config
 
 LAYERS: dict[str, tuple[type, dict, dict]] = {
@@ -77,6 +77,7 @@ def test_a_state_continues_and_the_tables_grow(pair):
     parts = [layer(part, state=state) for part in x[:, :60].split([40, *[1] * 20], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), layer(x)[:, :60], rtol=1e-4, atol=1e-5)
     assert state.position == 60 and layer(x)[:, -1].isfinite().all()
+    assert all(name.startswith("attn.") for name in layer.state_dict())  # no tables, whose size varies
 
 
 def test_weights_loaded_into_a_layer_made_on_meta(pair):
@@ -85,6 +86,16 @@ def test_weights_loaded_into_a_layer_made_on_meta(pair):
     other = torch.nn.Sequential(copy.deepcopy(layer).to("meta"))
     x = torch.randn(1, 9, 64)
     other.to_empty(device="cpu")[0].load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+
+
+def test_weights_assigned_to_a_layer_made_on_meta():
+    """Guards: decays that stay on meta, as no weight moves."""
+    config = Config(name="model", attention="ours-decay", n_layer=1, n_embd=64, n_head=4)
+    layer, x = AttentionLayer(config), torch.randn(1, 9, 64)
+    with torch.device("meta"):
+        other = AttentionLayer(config)
+    other.load_state_dict(layer.state_dict(), assign=True)
     assert torch.equal(other(x), layer(x))
 
 
