@@ -76,7 +76,7 @@ def test_decoding_gives_the_logits_of_the_full_forward(small, tokens, variant):
     """A prompt, more pieces, then single tokens: a state that forgets or miscounts would show here."""
     model = small(**variant)
     state = model.new_state(2, max_seq_len=70)
-    pieces = list(tokens[:, :50].split((30, 15, 1, 4), dim=1))
+    pieces = list(tokens[:, :50].split((30, 15, 1, 2, 2), dim=1))
     pieces += tokens[:, 50:].split(1, dim=1)
     logits = torch.cat([model.step(piece, state) for piece in pieces], dim=1)
     assert state.position == 70
