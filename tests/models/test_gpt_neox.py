@@ -11,6 +11,8 @@ from lingpt.data import load_tokenizer
 from lingpt.data.tokenizer import train_bpe
 from lingpt.models import ATTENTIONS, export_hf, load_model
 
+from .conftest import switched
+
 
 @pytest.fixture(params=[(0.25, True), (1.0, False)], ids=["pythia", "full-rotary-sequential"])
 def hf_model(request):
@@ -71,8 +73,9 @@ def test_our_softmax_models_run_in_transformers(small, tokens, tmp_path, paralle
 
 
 OTHERS = [{"attention": name} for name in ATTENTIONS if name != "softmax"]
-OTHERS += [{"attention": ["softmax", "softmax", "ours"]}, {"attention": "softmax", "softmax_gate": True}]
-OTHERS += [{"attention": "softmax", "bias": False}]
+OTHERS += [{"attention": ["softmax", "softmax", "ours"]}, {"attention": "softmax", "bias": False}]
+OTHERS += [{"attention": "softmax", option: True} for option in switched("softmax")]
+OTHERS += [{"attention": "softmax", "softmax_window": 24}]
 
 
 @pytest.mark.parametrize("form", OTHERS)
