@@ -245,7 +245,8 @@ def test_the_recommended_form_by_its_name():
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_and_more_options(alias: str):
     """Guards: ten words in tables, figures and names of runs for an alias with one option more or less."""
-    for options in ("value_residual", "gate_activation=silu", "gate_activation=silu + value_residual"):
+    first = "sdpa=flash" if alias == "softmax-best" else "short_conv=false"
+    for options in ("value_residual", "gate_activation=silu", "gate_activation=silu + value_residual", first):
         args = ModelArgs("pythia-70m", attention=f"{alias} + {options}")
         named = attention_form(args.attention, vars(args))
         first, *others = named.split(" + ")

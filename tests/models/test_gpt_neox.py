@@ -11,7 +11,9 @@ from lingpt.data import load_tokenizer
 from lingpt.data.tokenizer import train_bpe
 from lingpt.models import ATTENTIONS, export_hf, load_model
 
-from .conftest import switched
+from .conftest import LLAMA, switched
+
+SCALED = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_seq_len": 32}
 
 
 @pytest.fixture(params=[(0.25, True), (1.0, False)], ids=["pythia", "full-rotary-sequential"])
@@ -41,6 +43,8 @@ def test_softmax_has_transformers_logits(hf_model, tokens, tmp_path, layout):
         part = values.pop("rope_parameters")["partial_rotary_factor"]  # a key of its own in transformers 4
         del values["layer_norm_eps"]  # a default, as is 0.25
         values |= {"rotary_pct": part} if part != 0.25 else {}
+        if values["use_parallel_residual"]:  # as well
+            del values["use_parallel_residual"]
         values["_name_or_path"] = "EleutherAI/pythia-14m"  # as they are published
         (tmp_path / "config.json").write_text(json.dumps(values))
         old = {
@@ -73,14 +77,16 @@ def test_our_softmax_models_run_in_transformers(small, tokens, tmp_path, paralle
 
 
 OTHERS = [{"attention": name} for name in ATTENTIONS if name != "softmax"]
-OTHERS += [{"attention": ["softmax", "softmax", "ours"]}, {"attention": "softmax", "bias": False}]
-OTHERS += [{"attention": "softmax", option: True} for option in switched("softmax")]
-OTHERS += [{"attention": "softmax", "softmax_window": 24}]
+OTHERS += [{"attention": ["softmax", "softmax", "ours"]}, {"attention": "softmax", "softmax_window": 24}]
+SHAPES = [dict.fromkeys([name], True) for name in (*switched("softmax"), "norm_qk", "tie_embeddings")]
+SHAPES += [{"bias": False}, {"n_query_groups": 2}, {"head_size": 32}, {"rope_adjustments": SCALED}]
+SHAPES += [LLAMA | {"parallel_residual": True}, LLAMA | {"rotary_percentage": 0.5}, LLAMA | {"bias": True}]
+OTHERS += [{"attention": "softmax"} | shape for shape in SHAPES]
 
 
 @pytest.mark.parametrize("form", OTHERS)
-def test_what_gpt_neox_cannot_say_is_not_exported_as_one(small, tmp_path, form):
-    """Under GPT-NeoX's keys another attention would load there and be scored as softmax attention."""
+def test_what_transformers_does_not_compute_is_exported_as_our_own(small, tmp_path, form):
+    """Under GPT-NeoX's or Llama's keys it would load there and be scored as another model."""
     export_hf(small(**form), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("lingpt", ["LinGPTForCausalLM"])
