@@ -325,6 +325,7 @@ def test_the_form_names_the_options_that_are_not_at_their_defaults():
     named = attention_form("ours-gated", vars(given))
     assert named == "ours-gated + output_gate + normalize=false + short_conv"
     assert attention_form(hybrid, vars(given)).startswith("ours-gated+softmax+gla + output_gate")
+    assert attention_form(["softmax", "ours", "ours"], vars(ModelArgs())) == "softmax+ours"
     assert attention_form("softmax", {"sdpa": "flash"}) == "softmax + sdpa=flash"
     assert attention_form("gone", vars(given)) == "gone"  # an attention of another version
 

@@ -138,9 +138,9 @@ def test_a_loss_in_chunks_needs_fewer_logits():
 def test_shards_and_recomputed_blocks_need_less(parallel):
     """FSDP divides what AdamW keeps; a recomputed block leaves its input: 12 B parameters on eight cards."""
     model = GPT.on_meta(config := Config.from_name("pythia-12b", parallel_residual=parallel))
-    whole, shards, both = (
+    whole, shards, both, recomputed = (
         memory_estimate(model, 1, 2048, sharded_over=over, activation_checkpointing=recompute)
-        for over, recompute in ((1, False), (8, False), (8, True))
+        for over, recompute in ((1, False), (8, False), (8, True), (1, True))
     )
     assert shards["optimizer"] == pytest.approx(whole["optimizer"] / 8, rel=1e-6)
     assert whole["gradients"] / 8 < shards["gradients"] < whole["gradients"] / 4
@@ -149,7 +149,7 @@ def test_shards_and_recomputed_blocks_need_less(parallel):
     inputs = 4 * 2048 * config.n_embd * (config.n_layer + 1)
     one = (whole["activations"] - inputs) / config.n_layer
     assert both["activations"] == pytest.approx(inputs + one, rel=1e-6)
-    assert both["parameters"] < shards["parameters"] < whole["parameters"]
+    assert both["parameters"] < shards["parameters"] < whole["parameters"] == recomputed["parameters"]
 
 
 @pytest.mark.parametrize(("options", "left"), [({}, 2), ({"value_residual": True}, 3)])
@@ -209,16 +209,16 @@ sent: list[int] = []
 )
 def test_what_is_sent_is_counted(small, attention, options):
     """Guards: memory and time of context parallelism for which nothing is sent, or the whole sequence is."""
-    model, B, N = small(attention, n_layer=1, **options).bfloat16(), 2, 16
+    model, B, N = small(attention, **options).bfloat16(), 2, 16
     layer = model.blocks[0].attn
     layer.context = Counting(None, 1, 4)
     sent.clear()
     layer(torch.zeros(B, N, 64).bfloat16(), model.cos[:N], model.sin[:N])
     assert sum(sent) == B * layer.sent_elements(N, 4)
-    whole, pieces = (
-        memory_estimate(model, B, N, "bf16-true", context_parallel=n)["activations"] for n in (1, 4)
-    )
-    assert pieces - whole == 4 * 2 * sum(sent)
+    for recompute, kept in ((False, 3), (True, 1)):  # of so many layers
+        options = {"precision": "bf16-true", "activation_checkpointing": recompute}
+        whole, pieces = (memory_estimate(model, B, N, context_parallel=n, **options) for n in (1, 4))
+        assert pieces["activations"] - whole["activations"] == kept * 4 * 2 * sum(sent)
 
 
 def test_mistakes_are_one_line():
