@@ -289,6 +289,7 @@ def test_a_configuration_takes_no_form(form: str):
 def test_every_option_of_an_attention_can_be_set():
     """What a mechanism declares in its own file is a field of recipes and configurations, with its help."""
     text = " ".join(help_text("train", Recipe, "", None).split())
+    assert "1 doubles its state (a number above 0 and at most 64; default: 0.5)" in text
     assert {"learnable_b", "gla_n_head"} <= attention_options().keys()
     for name, declared in attention_options().items():
         assert f"--model.{name}" in text and declared.option.help in text, name
