@@ -300,15 +300,18 @@ class LinGPTLM(TemplateLM):
             cu_seqlens = torch.tensor([*begins, idx.numel()], dtype=torch.int32, device=self.device)
         state = self.model.new_state(len(idx), idx.shape[1] + max_new, device=self.device, dtype=self.dtype)
         tokens, texts = [list[int]() for _ in contexts], [""] * len(contexts)
+        ended = [False] * len(contexts)
         for _ in range(max_new):
             last = self.model.hidden(idx, state, cu_seqlens)[:, -1]  # enough of a prompt
             cu_seqlens = None  # of the prompts alone
             logits = self.model.lm_head(last)[:, : self.text_tokenizer.vocab_size]  # without rows of padding
             idx = logits.argmax(-1, keepdim=True)
-            for row, token in zip(tokens, idx[:, 0].tolist(), strict=True):
-                row.append(token)
-            texts = [self.text_tokenizer.decode(row) for row in tokens]
-            if all(any(stop and stop in text for stop in until) for text in texts):
+            for b, token in enumerate(idx[:, 0].tolist()):
+                if not ended[b]:
+                    tokens[b].append(token)
+                    texts[b] = self.text_tokenizer.decode(tokens[b])
+                    ended[b] = any(stop and stop in texts[b] for stop in until)
+            if all(ended):
                 break
         return [postprocess_generated_text(text, list(until), None) for text in texts]
 
