@@ -259,7 +259,7 @@ def _shared(one: Result, other: Result) -> list[int | None]:
 def comparison_notes(compared: Sequence[Result], results: Sequence[Result]) -> list[str]:
     """Notes on which softmax run of `results` each run is compared with, and whether its seed, number of
     tokens or length differs. compared: the runs with a difference in the table."""
-    found: dict[str, dict[str, None]] = {}  # a run once, whatever the number of its texts
+    found: dict[str, list[str]] = {}
     for result in compared:
         if (softmax := softmax_of(result, results)) is None:
             continue
@@ -271,8 +271,9 @@ def comparison_notes(compared: Sequence[Result], results: Sequence[Result]) -> l
         numbers = len(result.seeds), len(softmax.seeds)
         if shared and min(numbers) == 1 < max(numbers):
             about += f" (its seed {shared[0]} alone)"
-        found.setdefault(run_name(softmax), {})[one.run + about] = None
-    return [f"Compared with {softmax}: {', '.join(runs)}." for softmax, runs in found.items()]
+        found.setdefault(run_name(softmax), []).append(one.run + about)
+    # A run is compared once for each of its texts, and named once.
+    return [f"Compared with {name}: {', '.join(dict.fromkeys(runs))}." for name, runs in found.items()]
 
 
 def run_name(result: Result) -> str:
