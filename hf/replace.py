@@ -90,7 +90,7 @@ def replace_attention(
 
     Raises UserError for another kind of model, an unknown attention, or layers that there are not.
     """
-    if model.config.model_type.startswith(PREFIX):
+    if type(model) in {ours for _, ours in CLASSES.values()}:
         raise UserError("the model's attention has been replaced already: begin with the original model")
     if type(model) not in CLASSES:
         known = ", ".join(stock.__name__ for stock in STOCK)
@@ -98,7 +98,7 @@ def replace_attention(
     config = _config(model.config, attention)
     check_standalone(config)
     linear = [i for i, name in enumerate(config.attention_per_layer) if name != SOFTMAX]
-    chosen = linear if layers is None else sorted(set(layers))
+    chosen = linear if layers is None else sorted({int(layer) for layer in layers})
     if not chosen or not set(chosen) <= set(range(config.n_layer)):
         raise UserError(
             f"layers={list(chosen)} of attention {attention!r}: give some of 0 to {config.n_layer - 1}"

@@ -154,9 +154,10 @@ def test_mistakes_are_one_line(tokens, tmp_path):
     """Also for whoever loads it without `import lingpt.hf`: the type of the model is its own."""
     config = transformers.LlamaConfig(**SIZES)
     model = AutoModelForCausalLM.from_config(config)
-    bert = transformers.BertModel(transformers.BertConfig(**SIZES))
+    bert, layer = transformers.BertModel(transformers.BertConfig(**SIZES)), torch.nn.Linear(2, 2)
     for given, line in (
         ((bert, "ours"), "cannot replace the attention of a BertModel: give a model of GPTNeoXForCausalLM"),
+        ((layer, "ours"), "cannot replace the attention of a Linear: give"),
         ((model, "softmax"), "give some of 0 to 3"),
         ((model, "ours", [7]), r"layers=\[7\] of attention 'ours': give some of 0 to 3"),
         ((model, "hybrid", [3]), r"leaves some of the layers \[3\] softmax: give a linear one"),
@@ -165,7 +166,7 @@ def test_mistakes_are_one_line(tokens, tmp_path):
     ):
         with pytest.raises(UserError, match=line):
             replace_attention(*given)
-    replace_attention(model, "ours")
+    replace_attention(model, "ours", torch.tensor([0, 2]))  # whose numbers JSON does not know
     with pytest.raises(UserError, match="replaced already"):
         replace_attention(model, "ours")
     with pytest.raises(ValueError, match="keeps no cache: give use_cache=False"):
@@ -173,4 +174,5 @@ def test_mistakes_are_one_line(tokens, tmp_path):
     with pytest.raises(ValueError, match="reads no object: give attn_implementation='sdpa'"):
         model.model.layers[0].self_attn(torch.zeros(1, 5, 64), attention_mask=object())  # flex_attention's
     model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "lingpt_llama"
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "lingpt_llama" and saved["lingpt_layers"] == [0, 2]
