@@ -111,9 +111,13 @@ def _described(folder: Path) -> dict[str, TensorStorageMetadata]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    for name in _index(folder)["files"]:
+    files = _index(folder)["files"]
+    for name in files:
         if not (folder / name).is_file():
             raise UserError(f"the shard {folder / name} is missing: restore it, or use another checkpoint")
+    for path in folder.glob("*.safetensors"):  # DCP would read its tensors, too
+        if path.name not in files:
+            raise UserError(f"{path} is none of the shards that {SHARDS} names: move it elsewhere")
     try:
         described = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (SafetensorError, OSError, json.JSONDecodeError, KeyError) as error:

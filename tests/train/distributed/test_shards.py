@@ -52,6 +52,7 @@ def trained(mesh, make_recipe):
     return run, gpt, optimizer, save
 
 
+@pytest.mark.filterwarnings("error:torch.distributed is disabled")
 def test_what_was_sharded_comes_back_whole_or_sharded(trained, make_recipe):
     run, gpt, optimizer, save = trained
     save(1)
@@ -132,6 +133,7 @@ def test_a_loss_that_comes_later_is_told_to_a_checkpoint_in_shards(trained, monk
 
 
 def test_a_damaged_shard_is_named(trained):
+    """Guards also: tensors of another file in the folder, which DCP reads in place of the shards' own."""
     run, _, _, save = trained
     save(1)
     (folder,) = valid_checkpoints(run)
@@ -144,3 +146,14 @@ def test_a_damaged_shard_is_named(trained):
     with pytest.raises(UserError, match=f"the shard .*{shard.name} is damaged"):
         load_model(folder)
     assert f"is not whole ({shard.name} has " in damage(folder)
+    shard.rename(folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"the shard .*{shard.name} is missing"):
+        load_model(folder)
+    shard.write_bytes(whole)
+    with pytest.raises(UserError, match=r"model\.safetensors is none of the shards that shards\.json names"):
+        load_model(folder)
+    (folder / "model.safetensors").unlink()
+    for content in ('{"files": []}', '{"files": {}, "metadata": {}}'):
+        (folder / "shards.json").write_text(content)
+        with pytest.raises(UserError, match=r"shards\.json is damaged: it names no shards"):
+            load_model(folder)
