@@ -64,6 +64,7 @@ def run(options: Options) -> None:
         raise UserError(f"{folder} has no chat template: fine-tune the model with one (docs/fine-tuning.md)")
     tokens = {"bos_token": tokenizer.end_token} | tokens | {"eos_token": tokenizer.end_token}
     model = load_model(folder, device=device, dtype=dtype)
+    tokenizer.check_fits(model.config.padded_vocab_size)
     sampling = {"temperature": options.temperature, "top_k": options.top_k, "seed": options.seed}
     sampling |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
     sampling["graph"] = options.graph and device.type == "cuda"

@@ -32,7 +32,7 @@ def export_hf(
         there is a warning.
     card: the text of its README.md.
 
-    Raises UserError for a file that is not a tokenizer.
+    Raises UserError for a file that is not a tokenizer, or of more tokens than the model has.
     """
     folder = Path(folder)
     text, end, eos_id, vocab_size = None, "", 0, model.config.vocab_size
@@ -42,6 +42,8 @@ def export_hf(
         text, end, eos_id, vocab_size = _read_tokenizer(path)
         chat_template, tokens = read_chat_template(path.parent)
     rows = model.config.padded_vocab_size
+    if vocab_size > rows:
+        raise UserError(f"{path} has {vocab_size} tokens, the model {rows}: give the model's own tokenizer")
     unused = {"suppress_tokens": [*range(vocab_size, rows)]} if vocab_size < rows else {}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id)
     _write_model(model, folder, ids)

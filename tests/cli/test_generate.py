@@ -57,6 +57,10 @@ def test_its_options_reach_the_model(folder, capsys):
     write_json(Path("ours/tokenizer_config.json"), stop)
     found = shown(capsys, "ours", "--prompt", "the river", "--max_new_tokens", "9", *words)
     assert found == tokenizer.decode(text[:-5]) + "\n"
+    tokenizer.raw.add_tokens([f"<{i}>" for i in range(300)])
+    tokenizer.save("ours")
+    assert main(["generate", "ours", "--device", "cpu"]) == 2
+    assert "take the model's own tokenizer" in capsys.readouterr().err
     assert main(["generate", "ours", "--chat", "--state", "a"]) == 2
     assert "leave out --prompt, --document and --state" in capsys.readouterr().err
 

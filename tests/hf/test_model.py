@@ -32,7 +32,7 @@ FORMS = [
 def make(form: str, **shape: Any) -> GPT:
     """A model of four layers with heads of 16, 120 tokens in 128 rows."""
     sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "block_size": 96, "vocab_size": 120}
-    model = GPT(ModelArgs("small", form, padding_multiple=64, **sizes, **shape).config())
+    model = GPT(ModelArgs("small", form, padding_multiple=64, **(sizes | shape)).config())
     model.init_weights(0)
     return model.eval()
 
@@ -318,7 +318,7 @@ def test_the_tokenizer_comes_along(tmp_path):
 
     train_bpe = pytest.importorskip("lingpt.data.tokenizer", reason="needs lingpt[train]").train_bpe
     tokenizer = train_bpe(["the river ran slowly past old mills"] * 9, 300)
-    export_hf(make("ours"), tmp_path / "out", tokenizer.save(tmp_path / "from"))
+    export_hf(make("ours", vocab_size=300), tmp_path / "out", tokenizer.save(tmp_path / "from"))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     batch = theirs(["the river ran", "old"], return_tensors="pt", padding=True)
     assert batch["attention_mask"][1, 0] == 0 and theirs.pad_token_id == tokenizer.eos_id

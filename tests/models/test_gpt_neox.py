@@ -169,7 +169,7 @@ def test_an_end_token_that_is_only_in_the_vocabulary_is_exported(small, tmp_path
 
     values = json.loads(train_bpe(["the river ran slowly"] * 9, 300).raw.to_str())
     (tmp_path / "tokenizer.json").write_text(json.dumps(values | {"added_tokens": []}))
-    export_hf(small("softmax"), tmp_path / "out", tmp_path)
+    export_hf(small("softmax", vocab_size=300), tmp_path / "out", tmp_path)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 0
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.eos_token_id == 0
@@ -186,7 +186,7 @@ def test_an_exported_tokenizer_puts_no_tokens_around_a_text(small, tmp_path):
     begin = {"single": "<s> $A", "special_tokens": [("<s>", raw.token_to_id("<s>"))]}
     raw.post_processor = processors.Sequence([processors.ByteLevel(), processors.TemplateProcessing(**begin)])
     raw.save(str(tmp_path / "tokenizer.json"))
-    export_hf(small("softmax"), tmp_path / "out", tmp_path)
+    export_hf(small("softmax", vocab_size=301), tmp_path / "out", tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in ("the river", "<s>the river"):
         assert theirs.encode(text) == load_tokenizer(tmp_path).encode(text)
@@ -211,5 +211,13 @@ def test_what_is_no_tokenizer_is_not_exported(small, tmp_path, content):
     """One line, and no half of an export."""
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=r"tokenizer\.json"):
+        export_hf(small("softmax"), tmp_path / "out", tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_not_exported(small, tmp_path):
+    """Guards: a folder whose text, in transformers, is an index out of range."""
+    train_bpe(["the river ran slowly"] * 9, 300).save(tmp_path)
+    with pytest.raises(UserError, match=r"tokenizer\.json has \d+ tokens, the model 128: give the model's"):
         export_hf(small("softmax"), tmp_path / "out", tmp_path)
     assert not (tmp_path / "out").exists()
