@@ -5,9 +5,19 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lingpt.kernels import channel_decay_operator
+from lingpt.models.attention.short_conv import apply_short_conv
+from lingpt.models.attention.softmax import apply_rope
 from lingpt.models.attention.unified import FORMS, UnifiedAttention
+
+# What is done to q and k: nothing in the other forms.
+FEATURES = dict.fromkeys(["linear", "linear-unnormalised"], lambda x: 1 + F.elu(x))
+FEATURES |= dict.fromkeys(["linear-softplus", "linear-softplus-unnormalised"], F.softplus)
+FEATURES |= dict.fromkeys(["lightning", "hgrn2"], F.silu)
+ROTATED = ("retnet", "gated-retention")
+OWN_KEYS = ("mamba2", "mlstm", "hgrn2")  # scaled by a gate, or made of it
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -19,6 +29,13 @@ def test_a_form_is_its_recurrence(small, form):
         torch.nn.init.normal_(parameter, std=0.2)
     tables = model.cos[:40].double(), model.sin[:40].double()
     q, k, v, left, right = layer.recurrence(x, *tables, None, None)
+    of_x = layer.split_heads(apply_short_conv(layer.qkv(x), layer.conv, silu=True))
+    for name, given, found in zip("qkv", of_x, (4 * q, k, v), strict=True):
+        if name != "v":
+            given = apply_rope(given, *tables) if form in ROTATED else given
+            given = FEATURES.get(form, lambda x: x)(given)
+        if name != "k" or form not in OWN_KEYS:
+            torch.testing.assert_close(found, given, msg=name)
     a = left.exp() if left.dim() == 4 else left.exp().unsqueeze(-1)
     b = torch.ones_like(v) if right is None else right.exp()
     S, n, rows = torch.zeros(2, 4, 16, 16).double(), torch.zeros(2, 4, 16).double(), []
@@ -46,6 +63,13 @@ def test_a_form_decodes_and_packs_as_it_trains(small, tokens, form):
     packed = model.hidden(tokens, cu_seqlens=torch.tensor(borders)).flatten(0, 1)
     alone = [model.hidden(tokens.flatten()[None, a:b])[0] for a, b in itertools.pairwise(borders)]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-6, atol=1e-6)  # RoPE's tables are in fp32
+
+
+def test_constant_decays_move_with_the_layer_and_are_not_saved(small):
+    """Guards: decays left on the CPU; checkpoints with a tensor that others do not have."""
+    constant, none = (small("unified", form=form) for form in ("retnet", "linear-identity"))
+    assert constant.state_dict().keys() == none.state_dict().keys()
+    assert constant.to("meta").blocks[0].attn.log_decay.is_meta
 
 
 def test_positive_features_stay_positive():
