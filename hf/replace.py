@@ -196,6 +196,7 @@ def _register(stock_config: Any, stock_model: Any) -> tuple[type, type]:
 
     for ours, stock in ((Configuration, stock_config), (Model, stock_model)):
         ours.__name__ = ours.__qualname__ = f"LinGPT{stock.__name__}"
+        globals()[ours.__name__] = ours  # where pickle looks for it
     AutoConfig.register(Configuration.model_type, Configuration, exist_ok=True)
     AutoModelForCausalLM.register(Configuration, Model, exist_ok=True)
     return Configuration, Model

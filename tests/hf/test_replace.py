@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import pickle
 import sys
 
 import pytest
@@ -89,7 +90,8 @@ def test_it_trains_saves_and_loads(stock, tokens, tmp_path, attention, layers):
     assert losses[-1] < losses[0] - 0.3
     model.eval().save_pretrained(tmp_path)
     informed, _ = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    for again in (informed, AutoModelForCausalLM.from_pretrained(tmp_path)):
+    pickled = pickle.loads(pickle.dumps(model))  # as torch.save of a whole model, and processes, do
+    for again in (pickled, informed, AutoModelForCausalLM.from_pretrained(tmp_path)):
         assert type(again) is type(model) and torch.equal(again(tokens).logits, model(tokens).logits)
         for before, after in zip(model.buffers(), again.buffers(), strict=True):
             assert torch.equal(before, after)
