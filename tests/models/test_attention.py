@@ -323,11 +323,16 @@ def test_gla_is_its_recurrence(small, short_conv, expand_k, options):
 
 
 @pytest.mark.parametrize(("width", "heads"), [(32, 1), (256, 1), (512, 2), (768, 3), (896, 4), (2048, 8)])
-def test_the_fewest_heads_of_gla(width, heads):
-    """Guards: heads of 512 in pythia-1.4b's `hybrid-best`, wider than the kernel's."""
+def test_the_fewest_heads_of_gla(width, heads, monkeypatch):
+    """Guards: heads of 512 in pythia-1.4b's `hybrid-best`, wider than the kernel's; a run's record and a
+    warning of the kernel for other heads than the layer has."""
     config = Config.from_name("demo", n_embd=width, attention="gla")
     with torch.device("meta"):
         assert ATTENTIONS["gla"](config, 0, gla_n_head=0).n_head == heads
+    monkeypatch.setattr("lingpt.models.attention.gla.choose", lambda backend, q, Dv: (q.shape[-1], Dv))
+    options = config.attention_options("gla") | {"gla_n_head": 0, "gla_expand_k": 0.25}
+    found = ATTENTIONS["gla"].kernel_name(config, torch.device("cpu"), torch.float32, **options)
+    assert found == (width // heads // 4, width // heads)
 
 
 def test_norms_of_q_and_k_under_autocast(small, tokens):

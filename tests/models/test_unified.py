@@ -135,8 +135,12 @@ def test_initial_decays(small):
 
 def test_a_right_decay_is_not_of_the_kernels_on_tensor_cores(small, monkeypatch):
     """Guards: a run's record and a warning that know nothing of the kernel that it trains with."""
-    monkeypatch.setattr(channel_decay_operator, "unsupported_reason", lambda q, Dv: None)
+    shapes = []  # of a head's q and v; a normaliser is a column of v
+    monkeypatch.setattr(
+        channel_decay_operator, "unsupported_reason", lambda q, Dv: shapes.append((q.shape[-1], Dv))
+    )
     config, cpu = small("unified").config, torch.device("cpu")
     kernels = {form: UnifiedAttention.kernel_name(config, cpu, torch.bfloat16, form=form) for form in FORMS}
+    assert shapes == [(16, 16 + (FORMS[form].normalise != "none")) for form in FORMS if form != "dfw"]
     # On a CPU, what tensor cores do not compute is PyTorch's.
     assert {name for name, kernel in kernels.items() if kernel != "cuda"} == {"dfw"}
