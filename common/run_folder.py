@@ -123,6 +123,11 @@ def warn_skipped_checkpoints(taken: Path) -> None:
             print(f"{newer} {damage(newer)} and is passed over for {taken.name}", file=sys.stderr)
 
 
+def is_model_folder(path: Path) -> bool:
+    """Whether `path` holds a model itself, and is no run's folder, which has its models in `checkpoints/`."""
+    return (path / MODEL_CONFIG).is_file() and not (path / CONFIG).is_file()
+
+
 def find_model_folder(path: Path, verify: bool = True) -> Path:
     """The folder of the model at `path`: the newest checkpoint of a run's folder, else `path` itself.
 
@@ -131,7 +136,7 @@ def find_model_folder(path: Path, verify: bool = True) -> Path:
 
     UserError for a run without a whole checkpoint, or if the checkpoint is damaged.
     """
-    if (path / CHECKPOINTS).is_dir() or (path / METRICS).is_file():
+    if not is_model_folder(path) and ((path / CHECKPOINTS).is_dir() or (path / METRICS).is_file()):
         path = require_newest_checkpoint(path, warn=verify)
     if verify:
         check_undamaged(path)
@@ -219,9 +224,11 @@ def check_undamaged(model: Path) -> None:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The run's resolved recipe. UserError, naming the file, if it cannot be read."""
+    """The run's resolved recipe; the parts that it has are dictionaries. UserError, naming the file, if it
+    cannot be read."""
     config = read_yaml(run / CONFIG)
-    if not isinstance(config, dict):
+    parts = ("model", "data", "train")
+    if not isinstance(config, dict) or not all(isinstance(config.get(part, {}), dict) for part in parts):
         raise UserError(f"{run / CONFIG} does not hold a run's recipe")
     return config
 

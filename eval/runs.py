@@ -20,6 +20,7 @@ from lingpt.common.run_folder import (
     TOKENIZER,
     WEIGHTS,
     checkpoint_step,
+    is_model_folder,
     newest_checkpoint,
     read_config,
     read_manifest,
@@ -237,7 +238,7 @@ def _require_checkpoint(path: Path) -> Checkpoint:
     if not (path / CONFIG).exists() and (within := sorted(path.glob(f"*/{CONFIG}"))):
         names = ", ".join(config.parent.name for config in within)
         raise UserError(f"{path} is a folder of runs ({names}), and no run: give some of them, {path}/…")
-    if (path / MODEL_CONFIG).is_file() and not (path / CONFIG).is_file():
+    if is_model_folder(path):
         return ModelFolder.open(path)
     return Checkpoint.open(require_newest_checkpoint(path))
 

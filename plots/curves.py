@@ -89,8 +89,7 @@ def read_curve(run_folder: str | Path, val: str | None = None) -> Curve:
     recorded = (folder / CONFIG).exists()
     model, attention = read_model(folder) if recorded else ("", path.name)
     config = read_config(folder) if recorded else {}
-    settings = config.get("train")
-    if isinstance(settings, dict) and settings.get("teacher") and len(validated):
+    if config.get("train", {}).get("teacher") and len(validated):
         train = train[:0]  # distances to the teacher, not losses of the next token
     name, form = attention_label(attention), attention_form(attention, config.get("model", {}))
     data, hardware = read_environment(folder, "data"), read_environment(folder, "hardware")
@@ -133,7 +132,7 @@ def _text(data: dict[str, Any], config: dict[str, Any], val: str | None) -> str:
             [named.get(val) if isinstance(named, dict) else None, config.get("train", {}).get("eval_tokens")]
         )
     split, settings = data.get("val"), config.get("train")
-    if not isinstance(split, dict) or not isinstance(settings, dict):
+    if not isinstance(split, dict) or settings is None:
         return str(data.get("fingerprint", ""))
     counts = [split.get(key) for key in ("documents", "bytes", "tokens")]
     return str([data.get("tokenizer_hash"), *counts, settings.get("eval_tokens")])
@@ -214,8 +213,7 @@ def _but_for_the_seed(curve: Curve) -> str:
     If the records have the data's fingerprint, its path is ignored. The attention's options are compared by
     the form; another that is off or has no value counts as missing, as it may be newer than the run.
     """
-    train = curve.config.get("train")
-    if not isinstance(train, dict) or "seed" not in train:
+    if "seed" not in curve.config.get("train", {}):
         return f"{curve.name} {id(curve)}"
     config = {
         part: {key: x for key, x in values.items() if x and key not in _MAY_DIFFER.get(part, ())}

@@ -227,7 +227,7 @@ def _kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
             continue
         try:
             found = read_config(folder / name).get("train", {}).get("learning_rate")
-        except (UserError, AttributeError):
+        except UserError:
             continue
         if found in study.learning_rates:
             kept[row] = found

@@ -84,6 +84,17 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named(tmp_pat
     assert find_model_folder(tmp_path / "export") == tmp_path / "export"  # no checkpoint, and no manifest
 
 
+def test_a_model_folder_may_hold_what_a_run_also_has(tmp_path):
+    """Guards: "has no whole checkpoint yet" of an exported model with a copy of its run's losses."""
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").touch()
+    assert find_model_folder(tmp_path) == tmp_path
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UserError, match="has no whole checkpoint yet"):
+        find_model_folder(tmp_path)
+
+
 def test_a_manifest_is_of_its_own_values_and_step(tmp_path, monkeypatch):
     """It may be written again; what has read a file already says its checksum."""
     folder = write_checkpoint(tmp_path, 5)
@@ -173,9 +184,10 @@ def test_metrics_end_where_a_crash_cut_them_and_a_config_has_keys(tmp_path, caps
         (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, last]))
         assert [line["step"] for line in read_metrics(tmp_path)] == steps
         assert capsys.readouterr().err.endswith("damaged, and these lines of it are left out: 2, 5\n")
-    (tmp_path / "config.yaml").write_text("- 1\n")
-    with pytest.raises(UserError, match=r"config.yaml does not hold a run's recipe"):
-        read_config(tmp_path)
+    for text in ("- 1\n", "model:\n  name: demo\ndata:\n"):  # the second is cut short
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(UserError, match=r"config.yaml does not hold a run's recipe"):
+            read_config(tmp_path)
 
 
 def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path, monkeypatch):
