@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if ends_here:
         # Imported modules never become garbage; scanning them costs a quarter of `lingpt train --help`.
         gc.disable()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while Python ends makes no traceback
     argv = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
     # Set before PyTorch is imported. With other load on two cores, threads that spin while waiting for each

@@ -66,8 +66,22 @@ def test_a_process_s_start_and_end_collect_no_garbage(monkeypatch):
     monkeypatch.setattr(gc, "freeze", lambda: called.append("freeze"))
     monkeypatch.setattr("lingpt.cli.bench.run", lambda args: called.append(gc.isenabled()))
     monkeypatch.setattr(sys, "argv", ["lingpt", "bench", "--redraw"])
+    monkeypatch.setattr(signal, "signal", lambda *_: signal.SIG_DFL)  # pytest's own Ctrl-C stays
     assert main() == 0 and called == ["freeze", True, "freeze"] and gc.isenabled()
     assert main(sys.argv[1:]) == 0 and called[3:] == [True]
+
+
+def test_a_ctrl_c_while_python_ends_makes_no_traceback(monkeypatch):
+    """Guards: the second Ctrl-C, just after `stopped and saved`. Who calls `main` keeps its own handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(sys, "argv", ["lingpt", "--help"])
+        assert main(sys.argv[1:]) == 0 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert main() == 0 and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as nohup does
+        assert main() == 0 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_help_lists_the_verbs_without_pytorch():
