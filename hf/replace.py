@@ -1,7 +1,7 @@
 """`replace_attention`: linear attention in the place of softmax in transformers' GPT-NeoX, Llama and Qwen.
 
 The model becomes one of a class of our own, a subclass that `import lingpt.hf` registers, and so does its
-configuration (`lingpt_llama`, …): saved, it never loads as the softmax model that it was.
+configuration (`lingpt_llama`, …): transformers' Auto classes never load it as the softmax model that it was.
 """
 
 import copy
