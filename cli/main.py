@@ -147,7 +147,7 @@ def _dispatch(argv: list[str]) -> int:
         print(f"lingpt {installed_version('lingpt') or '(not installed)'}")
         return 0
     verb, *rest = argv
-    if rest and f"{verb} {rest[0]}" in VERBS:
+    if verb == "bench" and rest and not rest[0].startswith("-"):
         verb, rest = f"{verb} {rest[0]}", rest[1:]
     if verb not in VERBS:
         raise UserError(f"unknown verb {verb!r}{nearest(verb, VERBS)}; `lingpt --help` lists them")

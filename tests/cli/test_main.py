@@ -168,6 +168,7 @@ def test_trains_draws_and_goes_on(project, capsys):
     ("argv", "line"),
     [
         (["trian"], "unknown verb 'trian' (did you mean 'train'?)"),
+        (["bench", "trian"], "unknown verb 'bench trian' (did you mean 'bench train'?)"),
         (["train", "--confg", "demo"], "unknown key 'confg' (did you mean 'config'?)"),
         (["train", "--config", "demmo"], "no recipe 'demmo' (did you mean 'demo'?)"),
         (["train", "--config", "tiny.yaml", "--train.max_stepz", "3"], "did you mean 'train.max_steps'?"),
