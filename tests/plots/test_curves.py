@@ -496,7 +496,7 @@ def test_a_picture_of_no_known_kind_is_one_line(tmp_path, written):
 def test_a_dollar_in_a_name_begins_no_formula(tmp_path, count, written):
     """Guards: it ended `lingpt curves` in a traceback, in the panel's legend and in the one beside it."""
     model = {"name": "$x_{$"}
-    runs = [write_run(tmp_path / f"x_{{${i}", "ours", 1.0, {10: 4.0}, model=model) for i in range(count)]
+    runs = [write_run(tmp_path / f"$x_{{${i}", "ours", 1.0, {10: 4.0}, model=model) for i in range(count)]
     draw_curves(runs, tmp_path / "out.png")
 
 
