@@ -29,6 +29,7 @@ from lingpt.bench.processes import Processes
 from lingpt.bench.results import BenchResults, Session, Skipped
 from lingpt.bench.trace import draw_trace, read_trace
 from lingpt.common.arguments import command_line
+from lingpt.common.errors import UserError
 from lingpt.common.files import write_errors
 from lingpt.common.run_folder import PROFILE, read_metrics
 from lingpt.train.config import TrainConfig
@@ -100,6 +101,8 @@ def bench_context(
         text.write_text("A line of text.\n" * (max(*seq_lens, base_len, check_len) // 16 + 1))
     precision = "bf16-mixed" if machine.accelerator == "cuda" else "32-true"
     results = Results.begin(torch.device(machine.accelerator), precision, save_to, append)
+    if (former := results.environment.setdefault("options", options)) != options:
+        raise UserError(f"{save_to} was measured with --options {former!r}: measure again, without --append")
     session = Session(results, torch.device("cpu"), budget, save_to)  # which holds no memory of a GPU
     rows = [row for row in rows if not results.is_done(*row.cell)]
     with contextlib.ExitStack() as stack:

@@ -16,6 +16,7 @@ from lingpt.bench.context_results import Results, Row
 from lingpt.bench.processes import Processes
 from lingpt.bench.trace import draw_trace, read_trace
 from lingpt.cli.main import main
+from lingpt.common.errors import UserError
 from lingpt.common.run_folder import METRICS
 from lingpt.data import DataConfig
 from lingpt.train.planning.plan import Estimate
@@ -122,6 +123,8 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch):
     assert Results.load(tmp_path / "context.json").rows == rows
     monkeypatch.setattr(context, "Processes", None)  # nothing is left to measure
     assert bench(tmp_path, append=True).rows == rows
+    with pytest.raises(UserError, match=r"was measured with --options .*: measure again, without --append"):
+        bench(tmp_path, append=True, options="")
 
 
 def test_a_row_that_the_budget_does_not_hold_is_shorter_or_left_out(tmp_path: Path, monkeypatch):
