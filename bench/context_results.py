@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.bench.results import BenchResults, BenchRow, length_axis, made_on, markdown, number
+from lingpt.bench.results import BenchResults, BenchRow, length_axis, made_on, markdown, missing, number
 from lingpt.common.format import join_distinct
 from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats
 from lingpt.plots.palette import MARKERS, line_styles
@@ -116,7 +116,9 @@ class Results(BenchResults[Row]):
         _draw_panel(memory, rows, "GB a device", "peak_memory", "planned_memory", 1e9)
         legend_beside(figure, *rate.get_legend_handles_labels())
         models = join_distinct(row.model for row in rows)
-        add_caption(figure, f"{models}; hollow: what the plan foretells.\n{made_on(self.environment)}.")
+        note = missing(row.tokens_per_second for row in self.rows if row.kind != "first")
+        about = f"{models}; hollow: what the plan foretells. {note}\n{made_on(self.environment)}."
+        add_caption(figure, about)
         return save_formats(figure, folder, "context")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.bench.results import BenchResults, BenchRow, length_axis, made_on, markdown, number
+from lingpt.bench.results import BenchResults, BenchRow, length_axis, made_on, markdown, missing, number
 from lingpt.common.format import scaled
 from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_formats
 from lingpt.plots.palette import DASHES, line_styles
@@ -83,7 +83,8 @@ class DecodeResults(BenchResults[DecodeRow]):
             axes[0].set_title(f"{model}: time of a token")
             axes[1].set_title(f"{model}: decoding state of a sequence")
         legend_beside(figure, *panels[0][0].get_legend_handles_labels())
-        add_caption(figure, f"A model with random weights; medians.\n{made_on(self.environment)}.")
+        note = missing(row.ms for row in self.rows)
+        add_caption(figure, f"A model with random weights; medians. {note}\n{made_on(self.environment)}.")
         return save_formats(figure, folder, "decode")
 
 

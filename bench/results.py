@@ -253,6 +253,12 @@ def length_axis(panel: Any, lengths: Sequence[int], **settings: Any) -> None:
     style_axes(panel)
 
 
+def missing(drawn: Iterable[float | None]) -> str:
+    """A caption's sentence if one of the values that a figure draws is not known; else nothing."""
+    why = "A point is missing where a measurement failed or was left out: the table says why."
+    return why if None in drawn else ""
+
+
 def number(value: float | None, format: str, unit: float = 1.0) -> str:
     """The value in the unit, formatted; a dash if it is not known."""
     return "–" if value is None or math.isnan(value) else f"{value / unit:{format}}"

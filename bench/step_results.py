@@ -1,11 +1,11 @@
 """The results of `lingpt bench train`: a JSON file, a table, and figures over the sequence length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lingpt.bench.results import BenchResults, BenchRow, in_k, length_axis, made_on, markdown, number
+from lingpt.bench.results import BenchResults, BenchRow, in_k, length_axis, made_on, markdown, missing, number
 from lingpt.common.format import join_distinct
 from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_figures
 from lingpt.plots.palette import line_styles
@@ -102,7 +102,7 @@ def _speed_up(results: Results) -> "Figure | None":
         panel.set_yticks(marks, [f"{y:g}×" for y in marks])
         panel.minorticks_off()
     axes[0].set_ylabel("a training step, × as fast as by FlashAttention-2")
-    return _with_legend(results, figure, axes[0])
+    return _with_legend(results, figure, axes[0], [ratio(row) for row in results.rows if row.model in panels])
 
 
 def _throughput(results: Results) -> "Figure | None":
@@ -123,7 +123,7 @@ def _throughput(results: Results) -> "Figure | None":
             panel.set_xticks(list(sizes), [f"{in_k(n)}×{size}" for n, size in sizes.items()])
             panel.set(title=model, xlabel="N × micro-batch", ylabel=label)
             panel.set_ylim(bottom=0)
-    return _with_legend(results, figure, axes[0, 0])
+    return _with_legend(results, figure, axes[0, 0], [row.ms for row in results.rows if row.model in models])
 
 
 def _sorted(results: Results) -> list[Row]:
@@ -164,12 +164,13 @@ def _draw_lines(panel: Any, lines: dict[str, list[tuple[int, float]]]) -> None:
     length_axis(panel, ticks)
 
 
-def _with_legend(results: Results, figure: "Figure", panel: Any) -> "Figure":
-    """The figure with the panel's legend and a caption."""
+def _with_legend(results: Results, figure: "Figure", panel: Any, drawn: Iterable[float | None]) -> "Figure":
+    """The figure of these values with the panel's legend and a caption."""
     legend_beside(figure, *panel.get_legend_handles_labels())
     batches = join_distinct(sorted({row.tokens for row in results.rows if row.ms}))
     note = f" {note}." if (note := _recomputed_lengths(results)) else ""
-    add_caption(figure, f"{batches} tokens a step.{note}\n{made_on(results.environment)}.")
+    about = f"{batches} tokens a step.{note} {missing(drawn)}"
+    add_caption(figure, f"{about}\n{made_on(results.environment)}.")
     return figure
 
 

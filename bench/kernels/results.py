@@ -13,7 +13,7 @@ from lingpt.bench.clock import Clock
 from lingpt.bench.kernels.call import nan_first
 from lingpt.bench.kernels.implementations import CHUNKS, DECAYS, FORMS, IMPLEMENTATIONS
 from lingpt.bench.kernels.shapes import REFERENCE, TABLE_1, Shape
-from lingpt.bench.results import BenchResults, BenchRow, length_axis, made_on, markdown, number
+from lingpt.bench.results import BenchResults, BenchRow, length_axis, made_on, markdown, missing, number
 from lingpt.plots.figures import add_caption, legend_beside, new_figure, save_figures
 from lingpt.plots.palette import colours
 
@@ -277,10 +277,8 @@ def _grid(results: Results, grid: list[list[Panel]]) -> Figure | None:
         panel.title.set_fontsize(10)
     legend_beside(figure, [*legend.values(), least], [*legend, "least traffic at the copy bandwidth"])
     figure.suptitle(f"{panels[0][0][0].dtype}, {results.environment['card']}", fontsize=11)
-    if any(row.status != "ok" for rows, *_ in panels for row in rows):
-        add_caption(
-            figure, "A point is missing where an implementation failed or was left out: the table says why."
-        )
+    if note := missing(_correct(row, name) for rows, *_, name in panels for row in rows):
+        add_caption(figure, note)
     return figure
 
 
@@ -318,7 +316,13 @@ def _forms(results: Results) -> Figure | None:
     first = shapes[0]
     tokens = f"{first.B * first.N:,} tokens, H={first.H} D={first.D}"
     figure.suptitle(f"{tokens}, {results.rows[0].dtype}, {results.environment['card']}", fontsize=11)
+    if note := missing(_correct(row, "both_ms") for row in results.rows):
+        add_caption(figure, note)
     return figure
+
+
+def _correct(row: Row, field: str) -> float | None:
+    return _value(row, field) if row.is_correct(field) else None
 
 
 def _value(row: Row, field: str) -> float:

@@ -196,7 +196,9 @@ def test_each_model_has_its_line(tmp_path: Path, monkeypatch):
         assert all(list(line.get_xdata()) == [512, 1024] for line in measured)
         assert all(set(line.get_ydata()) == {5.0} for line in planned)
     looks = {(line.get_linestyle(), line.get_marker()) for line in drawn[0].axes[0].lines[::2]}
-    assert len(looks) == 3
+    assert len(looks) == 3 and "A point is missing" not in drawn[-1].get_supxlabel()
+    Results(head, [*rows, Row("a", "pieces", "ours", 2048, 2, status="oom")]).draw(tmp_path)
+    assert "A point is missing" in drawn[-1].get_supxlabel()
 
 
 def test_a_row_stands_beside_its_plan():

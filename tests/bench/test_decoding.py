@@ -122,6 +122,10 @@ def test_eager_steps_stand_beside_graphs(tmp_path: Path, monkeypatch: pytest.Mon
     times, states = drawn[0].axes
     lines = ["ours, batch 1, eager", "ours, batch 1, graph", "gla, batch 1, graph"]
     assert [line.get_label() for line in times.lines] == lines, "what was not measured has none"
+    assert "A point is missing" not in drawn[0].get_supxlabel()
+    results.put(DecodeRow("demo", "gla", 1, 64, True, status="oom", reason="out of memory"))
+    results.draw(tmp_path)
+    assert "A point is missing" in drawn[1].get_supxlabel()
     assert "| demo | gla | 1 | 16 | graph | 2.00 (1.00) | 500 | – | 3.00 | – |" in results.table()
     assert len(states.lines) == 2 and list(states.lines[1].get_ydata()) == [3.0], "one for each attention"
 

@@ -19,6 +19,7 @@ from lingpt.bench.kernels import forms, inputs, measure, oracles, runner, selfte
 from lingpt.bench.kernels import results as kernel_results
 from lingpt.bench.kernels.call import TAIL, BenchCall, Graphs, base_of, interleaved_ratios, relative_errors
 from lingpt.bench.kernels.implementations import (
+    CHUNKS,
     DECAYS,
     DEFAULT_IMPLEMENTATIONS,
     FORMS,
@@ -27,7 +28,17 @@ from lingpt.bench.kernels.implementations import (
 )
 from lingpt.bench.kernels.results import Results, Row, style
 from lingpt.bench.kernels.runner import run_bench
-from lingpt.bench.kernels.shapes import BATCH_1, CUMSUM, LONG, QUICK, REFERENCE, SWEEPS, TABLE_1, Shape
+from lingpt.bench.kernels.shapes import (
+    BATCH_1,
+    CUMSUM,
+    FORM_SHAPES,
+    LONG,
+    QUICK,
+    REFERENCE,
+    SWEEPS,
+    TABLE_1,
+    Shape,
+)
 from lingpt.bench.kernels.warm import WARM_N, warm_up
 from lingpt.bench.results import Session, Skipped
 from lingpt.cli.main import main
@@ -489,6 +500,7 @@ def line(results: Results, name: str, shape: Shape) -> str:
 def test_the_table_holds_what_was_measured() -> None:
     """Guards: a ratio to ours of other rounds or another session, or of a result that is wrong."""
     results = made_up()
+    assert "at the speed of a copy, here 4 TB/s." in results.table()
     assert "| 12.00 / 12.00 | 9.60 / 9.60 | 1.10 / 4.40 | – |" in line(results, "fla-gla", REFERENCE)
     assert line(results, "torch-cumsum", REFERENCE).endswith(
         "| torch-cumsum | oom: out of memory | | | | | | |"
@@ -785,6 +797,32 @@ def test_a_form_is_checked_at_more_tokens_than_the_tail_of_a_softmax() -> None:
     call = BenchCall(IMPLEMENTATIONS["form-recurrent"], Shape(1, TAIL + 8, 1, 8), torch.float32, CPU)
     call.both()
     assert max(relative_errors(call).values()) < 1e-5
+
+
+def test_the_figure_of_the_forms() -> None:
+    """Guards: another chunk than the best, a time that is wrong, a form that failed without a word."""
+    results = Results(dict(ENVIRONMENT), copy_bandwidth=4e12)
+    for shape in FORM_SHAPES[:2]:
+        for ms, name in enumerate(FORMS, start=1):
+            row = Row(name, shape, "bfloat16")
+            row.add_round(both_ms=float(ms))
+            results.rows.append(row)
+    figure = kernel_results._forms(results)
+    times, chunks = (
+        {line.get_label(): list(line.get_ydata()) for line in panel.lines} for panel in figure.axes
+    )
+    own = {
+        IMPLEMENTATIONS[name].title: [ms, ms]
+        for ms, name in enumerate(FORMS, start=1)
+        if "chunks" not in name
+    }
+    best = next(ms for ms, name in enumerate(FORMS, start=1) if "chunks" in name)
+    assert times == own | {"chunks, the best size": [best, best]} and not figure.get_supxlabel()
+    assert list(chunks.values()) == [[CHUNKS[0]] * 2]
+    results.row(FORMS[best - 1], FORM_SHAPES[1]).status = "wrong"
+    figure = kernel_results._forms(results)
+    assert list(figure.axes[1].lines[0].get_ydata()) == list(CHUNKS[:2])
+    assert "A point is missing" in figure.get_supxlabel()
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lingpt.bench import steps
-from lingpt.bench.step_results import IDENTITIES, Results, Row, _throughput
+from lingpt.bench.results import in_k
+from lingpt.bench.step_results import IDENTITIES, Results, Row, _speed_up, _throughput
 from lingpt.bench.steps import Identity, Shape, bench_steps, choose_shapes
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
@@ -216,9 +217,34 @@ def test_ratios_are_taken_within_a_round(tmp_path: Path, capsys):
     assert (tmp_path / "speed-up.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "softmax-flash" not in results.rows[0].line() and "speed-up.pdf" in shown
+    assert results.table() in shown and ours.line().endswith("ours: 125.0 ms, 1000.0 k tokens/s")
     assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG") and "throughput.pdf" in shown
     results.rows = results.rows[:3]
     assert results.draw(tmp_path / "one length") == [], "no line has two points"
+
+
+def test_a_figure_says_that_points_are_missing():
+    """Guards: rows that failed, or of a session without FlashAttention-2, left out without a word."""
+    results = made_up()
+    figures = (_speed_up, _throughput)
+    for line, ratios in zip(
+        _speed_up(results).axes[0].lines, ([20 / 9, 40 / 9, 60 / 9], [2, 4, 6]), strict=False
+    ):
+        assert line.get_ydata() == pytest.approx(ratios)
+    assert [missing_in(figure(results)) for figure in figures] == [False, False]
+    results.row("pythia-160m", 4096, "ours").session = "later"
+    assert [missing_in(figure(results)) for figure in figures] == [True, False]
+    results.put(Row("pythia-160m", 4096, "ours", status="oom", reason="out of memory"))
+    assert [missing_in(figure(results)) for figure in figures] == [True, True]
+
+
+def missing_in(figure) -> bool:
+    return "A point is missing" in figure.get_supxlabel()
+
+
+def test_lengths_are_in_k():
+    """Guards: 512 as 512k, the paper's 300,000 as 300,000 or 293k."""
+    assert list(map(in_k, (512, 1000, 1024, 131072, 300_000))) == ["512", "1k", "1k", "128k", "300k"]
 
 
 def test_throughput_is_over_length_and_micro_batch():
