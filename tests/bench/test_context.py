@@ -210,6 +210,8 @@ def test_a_row_stands_beside_its_plan():
     table = Results(head, [one, row, replace(row, kind="first")]).table()
     assert "| 7.00000 | 1,000 | 0.500 | 5,000 | 0.20 | 2.0 | 1.0 | 2.00 | states 3.0% | 1.0% |" in table
     assert f"| a | first | ours | 512 | 2 | 7.00000 |{' |' * 9}" in table
+    said = "first loss 7.00000, 1,000 tokens/s a device, sending 3.0% (planned 1.0%)"
+    assert row.line() == f"pieces ours N = 512 on 2: {said}"
 
 
 @pytest.mark.parametrize(("missing", "status"), [(0, "ok"), (1, "skipped")])
