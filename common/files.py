@@ -35,7 +35,18 @@ STALE = 3600.0  # seconds after which such a file is assumed to have no writer a
 
 def cache_dir() -> Path:
     """The folder of cached tokens and compiled kernels: `$LINGPT_CACHE`, else `~/.cache/lingpt`."""
-    return Path(os.environ.get("LINGPT_CACHE") or "~/.cache/lingpt").expanduser()
+    return expand(os.environ.get("LINGPT_CACHE") or "~/.cache/lingpt")
+
+
+def expand(path: str | os.PathLike) -> Path:
+    """`path` with its `~` expanded. UserError if there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0]
+        raise UserError(
+            f"{path}: this machine knows no home folder {user}: write the path out (the cache: LINGPT_CACHE)"
+        ) from None
 
 
 @contextlib.contextmanager

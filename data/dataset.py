@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import cache_dir, write_errors
+from lingpt.common.files import cache_dir, expand, write_errors
 from lingpt.common.options import RARE, Option, check_options
 from lingpt.data.answer_rows import ANSWERS
 from lingpt.data.answers import AnswerTokenizer
@@ -14,7 +14,6 @@ from lingpt.data.cache import WRITE_ADVICE, TokenCache, entry_folder, token_cach
 from lingpt.data.corpus import TEXT_KEY, Corpus, hash_of
 from lingpt.data.growing import GrowingDataset
 from lingpt.data.mixture import Mixture, parse_mixture
-from lingpt.data.paths import expand
 from lingpt.data.sources import find_source, open_corpus, validation_corpus
 from lingpt.data.stream import PackedDataset
 from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, find_tokenizer, load_tokenizer

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_errors
+from lingpt.common.files import expand, read_errors
 from lingpt.data.corpus import TEXT_KEY, Corpus, Document, Split, hash_of
 from lingpt.data.file_hashes import file_hashes, file_stamp
 from lingpt.data.jsonl import COMPRESSED, TEXT, check_compression, read_documents
 from lingpt.data.parquet import PARQUET, read_parquet
-from lingpt.data.paths import expand
 
 KINDS = ((".jsonl", *COMPRESSED), (PARQUET,), (TEXT,))  # of several in one folder, the first is read
 _SPLIT_NAME = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|test)(?![a-z])")

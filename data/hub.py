@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lingpt.common.errors import UserError, first_line, one_line
-from lingpt.common.files import FULL_DISK
+from lingpt.common.files import FULL_DISK, expand
 from lingpt.data.corpus import TEXT_KEY, Corpus, Document, Split
 from lingpt.data.file_hashes import file_hashes
 from lingpt.data.parquet import ROWS, text_reader
-from lingpt.data.paths import expand
 
 if TYPE_CHECKING:
     import datasets

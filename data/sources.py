@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lingpt.common.errors import UserError
+from lingpt.common.files import expand
 from lingpt.common.format import counted
 from lingpt.data.answer_rows import ANSWERS
 from lingpt.data.corpus import TEXT_KEY, Corpus
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.files import files_corpus, find_files, whole_corpus
 from lingpt.data.hub import HUB, check_hub_name, hub_corpus, is_saved, saved_corpus
-from lingpt.data.paths import expand
 from lingpt.data.tokens import token_dtype
 from lingpt.data.wiki40b import wiki40b_corpus
 

@@ -13,11 +13,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lingpt.common.end_of_text import END_OF_TEXT, KNOWN, TOKENIZER_CONFIG, find_end_token
 from lingpt.common.errors import UserError, first_line
-from lingpt.common.files import read_text, write_json, write_text
+from lingpt.common.files import expand, read_text, write_json, write_text
 from lingpt.common.run_folder import TOKENIZER
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.hub import hub_errors
-from lingpt.data.paths import expand
 
 
 class Tokenizer:

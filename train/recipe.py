@@ -8,9 +8,9 @@ from typing import Any
 
 from lingpt.common.arguments import ConfigFile, Layer, read_layers
 from lingpt.common.errors import UserError, nearest
+from lingpt.common.files import expand
 from lingpt.common.options import build, options_of
 from lingpt.common.run_folder import CONFIG, find_model_folder
-from lingpt.data.paths import expand
 from lingpt.models import MODELS, Config, ModelArgs, check_source, read_model_config
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention import attention_options

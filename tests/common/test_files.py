@@ -161,6 +161,9 @@ def test_an_empty_name_of_the_cache_is_none(monkeypatch):
     for name, folder in (("", "/home/someone/.cache/lingpt"), ("~/mine", "/home/someone/mine")):
         monkeypatch.setenv("LINGPT_CACHE", name)
         assert str(files.cache_dir()) == folder
+    monkeypatch.setenv("LINGPT_CACHE", "~no-such-user/x")
+    with pytest.raises(UserError, match=r"no home folder ~no-such-user: .* LINGPT_CACHE"):
+        files.cache_dir()
 
 
 def test_who_else_can_write(monkeypatch):

@@ -89,7 +89,7 @@ def test_whether_the_data_exist_is_known_without_reading_them(config, monkeypatc
 def test_a_home_folder_that_there_is_not_is_a_line(config, key):
     """Guards: a traceback, `Could not determine home directory`."""
     path = "~no-such-user/x.jsonl"
-    message = f"^{path}: this machine knows no home folder ~no-such-user: write the path out$"
+    message = f"^{path}: this machine knows no home folder ~no-such-user: write the path out"
     wrong = replace(config, **{key: path})
     with pytest.raises(UserError, match=message):
         prepare(wrong, progress=False)
