@@ -60,8 +60,8 @@ def files_corpus(
 def whole_corpus(source: str, named: Iterable[str], cache_dir: Path | None, text_key: str) -> Corpus:
     """All documents of the files that `source` names, whatever the words in their names."""
     files = find_files(source, named)
-    hashes = str(_hashes(files, cache_dir, text_key))
-    return Corpus(source, hashes, _split(files, text_key), None, "all of it")
+    split = _split(files, text_key)
+    return Corpus(source, str(_hashes(files, cache_dir, text_key)), split, None, "all of it")
 
 
 def find_files(source: str, named: Iterable[str] = ()) -> list[Path]:

@@ -19,6 +19,8 @@ from tqdm import tqdm
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig, Tokenizer, cache, prepare
 from lingpt.data.cache import split_by_content
+from lingpt.data.file_hashes import file_hashes
+from lingpt.data.files import whole_corpus
 from lingpt.data.tokens import Encoded
 
 
@@ -296,16 +298,19 @@ def test_a_source_that_changes_after_it_is_hashed_leaves_nothing(config, monkeyp
     """Guards: an entry of other documents than those whose hash names it."""
     path = Path(config.source).with_name(name)
 
-    def changed_first(*arguments, **options):
+    def changed_after(*arguments):
+        hashes = file_hashes(*arguments)
         path.write_bytes(path.read_bytes() + b'{"text": "one more"}\n')
-        return cache.token_cache(*arguments, **options)
+        return hashes
 
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr("lingpt.data.dataset.token_cache", changed_first)
+        meanwhile.setattr("lingpt.data.files.file_hashes", changed_after)
         with pytest.raises(UserError, match=rf"{name} changed after it was hashed"):
             prepare(config, progress=False)
+        with pytest.raises(UserError, match=rf"{name} changed after it was hashed"):
+            list(whole_corpus(str(path), (), None, "text").train.read())  # of --data.val_sources
     assert entries(config) == []
-    assert prepare(config, progress=False).parts[0].cache.manifest[path.stem]["documents"] in (401, 6)
+    assert prepare(config, progress=False).parts[0].cache.manifest[path.stem]["documents"] in (402, 7)
 
 
 def test_an_interruption_leaves_nothing(config, monkeypatch):
