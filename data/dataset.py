@@ -312,7 +312,7 @@ def _tokenizer(config: DataConfig) -> Tokenizer:
     else:
         folder = _cache_folder(config)
         with write_errors(folder, WRITE_ADVICE):
-            tokenizer = embedded_tokenizer(config.vocab_size, folder)
+            tokenizer = embedded_tokenizer(config.vocab_size, folder, config.end_token)
     return AnswerTokenizer(tokenizer, config.tokenizer) if config.rows == "answers" else tokenizer
 
 

@@ -203,7 +203,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(raw, f"byte-level BPE of {vocab_size}")
 
 
-def embedded_tokenizer(vocab_size: int, cache_dir: Path) -> Tokenizer:
+def embedded_tokenizer(vocab_size: int, cache_dir: Path, end_token: str | None = None) -> Tokenizer:
     """The BPE of the embedded corpus's training modules: trained once, in seconds, then cached.
 
     Raises OSError if the cache cannot be written.
@@ -213,4 +213,4 @@ def embedded_tokenizer(vocab_size: int, cache_dir: Path) -> Tokenizer:
     folder = cache_dir / "tokenizers" / key[:32]
     if not (folder / TOKENIZER).exists():
         train_bpe((d.text for d in corpus.train.read()), vocab_size).save(folder)
-    return Tokenizer(load_tokenizer(folder).raw, f"embedded byte-level BPE of {vocab_size}")
+    return Tokenizer(load_tokenizer(folder).raw, f"embedded byte-level BPE of {vocab_size}", end_token)

@@ -231,6 +231,8 @@ def test_the_embedded_tokenizer_is_trained_once(tmp_path: Path, few_modules, mon
         meanwhile.setattr("lingpt.data.tokenizer.train_bpe", lambda *_: pytest.fail("trained again"))
         second = embedded_tokenizer(300, tmp_path)
     assert (first.hash, first.name) == (second.hash, second.name) and first.vocab_size == 300
+    with pytest.raises(UserError, match="has no token </s>, to separate"):  # guards: another end, ignored
+        prepare(DataConfig(vocab_size=300, end_token="</s>", cache_dir=str(tmp_path)), progress=False)
     for name, value in (("tokenizers.__version__", "0"), ("lingpt.data.embedded.TRAIN_MODULES", "ast heapq")):
         monkeypatch.setattr(name, value)
         embedded_tokenizer(300, tmp_path)
