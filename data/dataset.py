@@ -283,8 +283,8 @@ def val_sources(config: DataConfig) -> dict[str, str]:
     twice, or without a source."""
     found: dict[str, str] = {}
     for text in config.val_sources.split(",") if config.val_sources else ():
-        name, source = text.strip().split("=", 1) if "=" in text else ("", text.strip())
-        if not source.strip():  # it would be the folder that the command runs in
+        name, source = map(str.strip, text.split("=", 1) if "=" in text else ("", text))
+        if not source:  # it would be the folder that the command runs in
             raise UserError(f"--data.val_sources has no source in {text!r}: give name=source,name=source")
         if (name or source) in found:
             raise UserError(f"--data.val_sources names {name or source!r} twice: give each text its own name")

@@ -85,6 +85,7 @@ def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[P
         nested = folder and any(path.is_dir() for path in matches)
         inner = shlex.quote(f"{source.rstrip('/')}/**")  # else the shell replaces it
         give = [f"{inner} for those in its folders"] if nested else []
+        give += ["several as --data.source a*0.7,b*0.3"] if "," in source else []
         give += ["a file, folder or glob of JSONL, Parquet or text", *named]
         raise UserError(f"{where} ({', '.join(sum(KINDS, ()))}): give {', or '.join(give)}")
     return files

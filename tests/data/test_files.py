@@ -117,6 +117,8 @@ def test_a_path_with_no_documents_is_refused(tmp_path: Path, monkeypatch, source
         UserError, match=rf"no documents.*{source.replace('*', '.')}|{source} holds no.*: give a file"
     ):
         files_corpus(source)
+    with pytest.raises(UserError, match=r": give several as --data\.source a\*0\.7,b\*0\.3, or"):
+        files_corpus(f"{source},b.jsonl")
 
 
 def test_of_a_folder_of_folders_it_is_said_how_to_read_them(write_jsonl, tmp_path: Path):

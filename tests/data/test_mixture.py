@@ -175,7 +175,9 @@ def test_texts_to_validate_on_have_names(config, write_jsonl, texts):
     few = str(write_jsonl(["few"], "few.jsonl"))
     with pytest.raises(UserError, match=rf"^{few} has \d tokens, too few .*: give more text, or lower"):
         prepare(replace(config, val_sources=f"a={few}"), progress=False)
-    hive = replace(config, val_sources="en=text/lang=en/v.jsonl,text/wiki")  # guards: en=text/lang as a name
+    hive = replace(
+        config, val_sources="en = text/lang=en/v.jsonl, text/wiki"
+    )  # guards: en=text/lang as a name
     assert val_sources(hive) == {"en": "text/lang=en/v.jsonl", "text/wiki": "text/wiki"}
     assert availability(replace(config, val_sources="a=no.jsonl")).startswith(
         "NOT FOUND: there are no documents"
