@@ -21,6 +21,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import read_errors
 from lingpt.data.answer_rows import ANSWERS, NEEDED, read_line
 from lingpt.data.corpus import TEXT_KEY, TEXT_KEY_OPTION, Document
+from lingpt.data.parquet import PARQUET
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -45,7 +46,7 @@ TEXT = ".txt"
 
 
 def check_compression(path: Path) -> None:
-    """Raises UserError if the file is compressed otherwise than its suffix says."""
+    """Raises UserError if the file is compressed otherwise than its suffix says, or is Parquet without it."""
     with read_errors(path), path.open("rb") as file:
         begins = file.read(6)
     found = next((suffix for suffix, kind in COMPRESSED.items() if kind.start.match(begins)), "")
@@ -53,6 +54,8 @@ def check_compression(path: Path) -> None:
         raise UserError(f"{path} is no {path.suffix} file: fetch it again, or give it its own name")
     if found and found != path.suffix:
         raise UserError(f"{path} is compressed: add {found} to its name")
+    if begins.startswith(b"PAR1") and path.suffix not in (PARQUET, TEXT):
+        raise UserError(f"{path} is Parquet: add {PARQUET} to its name")
 
 
 def read_documents(path: Path, text_key: str = TEXT_KEY) -> Iterator[Document]:

@@ -2,6 +2,8 @@
 
 import errno
 import gzip
+import io
+import json
 import lzma
 import os
 import re
@@ -31,6 +33,12 @@ def test_paths_folders_and_globs(write_jsonl, tmp_path: Path):
     assert find_files(str(brackets)) == [brackets]
 
 
+def as_parquet(lines: bytes) -> bytes:
+    file = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist(list(map(json.loads, lines.splitlines()))), file)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("given", "compress", "name", "line"),
     [
@@ -38,6 +46,7 @@ def test_paths_folders_and_globs(write_jsonl, tmp_path: Path):
         ("a.jsonl.xz", lzma.compress, "b.zst", "is no .zst file"),
         ("a.jsonl.gz", gzip.compress, "b.jsonl", "is compressed: add .gz to its name"),
         ("a.gz", gzip.compress, "b", "is compressed: add .gz to its name"),
+        ("a.parquet", as_parquet, "b.pq", "is Parquet: add .parquet to its name"),
     ],
 )
 def test_a_wrong_suffix_is_refused_whether_or_not_its_bytes_are_cached(tmp_path, given, compress, name, line):
