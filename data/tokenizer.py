@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lingpt.common.end_of_text import END_OF_TEXT, KNOWN, TOKENIZER_CONFIG, find_end_token
 from lingpt.common.errors import UserError, first_line
-from lingpt.common.files import expand, read_text, write_json, write_text
+from lingpt.common.files import expand, read_bytes, write_json, write_text
 from lingpt.common.run_folder import TOKENIZER
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.hub import hub_errors
@@ -144,7 +144,7 @@ def load_tokenizer(source: str | os.PathLike, end_token: str | None = None) -> T
     """
     path = find_tokenizer(source) or _from_hub(str(source))
     try:
-        return _from_string(read_text(path), str(source), end_token, path.parent)
+        return _from_string(read_bytes(path).decode(), str(source), end_token, path.parent)
     except UserError:
         raise
     except Exception as error:  # `tokenizers` raises a bare Exception for what it cannot parse

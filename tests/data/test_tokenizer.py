@@ -123,6 +123,9 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\xff")  # of SentencePiece
+    with pytest.raises(UserError, match=r"model is not a tokenizer\.json .*: give one in the format"):
+        load_tokenizer(tmp_path / "tokenizer.model")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
         load_tokenizer(tmp_path / "empty")
