@@ -8,6 +8,7 @@ import pickle
 import shutil
 import signal
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -143,6 +144,17 @@ def test_what_decides_the_tokens_makes_another_entry(
         config.val_fraction *= 2
     assert prepare(config, progress=False).fingerprint != before
     assert len(entries(config)) == 2
+
+
+def test_the_fingerprint_is_the_same_for_ever(config, write_jsonl, monkeypatch):
+    """Golden: with another one, what was trained before could not be resumed."""
+    monkeypatch.setattr(Tokenizer, "hash", "b")  # of any version of `tokenizers`
+    source, val = (str(write_jsonl([f"{n} rain and snow"] * 9, f"{n}.jsonl")) for n in ("a", "b"))
+    config = replace(config, source=source, val_source=val, seq_len=8)
+    other = write_jsonl(["hail and fog"] * 9, "c.jsonl")
+    changes = {}, {"packing": "documents"}, {"stream": True}, {"source": f"{source}*2,{other}*1"}
+    found = [prepare(replace(config, **change), progress=False).fingerprint[:9] for change in changes]
+    assert found == ["19decc2f7", "80b1932bd", "35e5d16b6", "4afa04b77"]
 
 
 def test_entries_are_found_again_for_ever():
