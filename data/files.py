@@ -15,7 +15,10 @@ from lingpt.data.jsonl import COMPRESSED, TEXT, check_compression, read_document
 from lingpt.data.parquet import PARQUET, read_parquet
 
 KINDS = ((".jsonl", *COMPRESSED), (PARQUET,), (TEXT,))  # of several in one folder, the first is read
-_SPLIT_NAME = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|test)(?![a-z])")
+_SPLIT_NAME = re.compile(  # the words of `datasets`
+    r"(?:^|[._-])(?:(?P<train>train|training)|(?P<val>validation|valid|val|dev)"
+    r"|(?P<test>test|testing|eval|evaluation))(?![a-z])"
+)
 
 
 def files_corpus(
@@ -28,9 +31,9 @@ def files_corpus(
     """The documents of the files that `source` names: a path, a folder or a glob.
 
     If several files match and one has the word `train` in its name, or in its folder's, such words decide
-    the splits: `validation`, `valid`, `val` or `dev` is held out and `test` left alone. Files of `val_source`
-    are held out and never trained on. The files' hashes are cached in `cache_dir`, if given. `text_key` is
-    the field of JSON Lines, or the column of Parquet, that holds the text.
+    the splits: `validation`, `valid`, `val` or `dev` is held out, `test` or `eval` left alone. Files of
+    `val_source` are held out and never trained on. The files' hashes are cached in `cache_dir`, if given.
+    `text_key` is the field of JSON Lines, or the column of Parquet, that holds the text.
 
     Raises:
         UserError: no such files; its advice also offers `named`, the sources that are not files
@@ -114,9 +117,9 @@ def _hashes(files: list[Path], cache_dir: Path | None, text_key: str) -> list[st
 
 
 def _split_word(file: Path) -> str | None:
-    """The word `train`, `valid`, `test`, … in the file's name, else in its folder's; None if in neither."""
+    """`train`, `val` or `test`, by a word in the file's name, else in its folder's; None if in neither."""
     found = (_SPLIT_NAME.search(name.lower()) for name in (file.name, file.parent.name))
-    return next((match[1] for match in found if match), None)
+    return next((match.lastgroup for match in found if match), None)
 
 
 def _by_name(files: list[Path]) -> tuple[list[Path], list[Path]]:
@@ -124,7 +127,7 @@ def _by_name(files: list[Path]) -> tuple[list[Path], list[Path]]:
     words = {file: _split_word(file) for file in files}
     if "train" not in words.values():
         return files, []
-    val = [file for file, word in words.items() if word in ("validation", "valid", "val", "dev")]
+    val = [file for file, word in words.items() if word == "val"]
     return [file for file, word in words.items() if word in (None, "train")], val
 
 

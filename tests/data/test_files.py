@@ -168,13 +168,13 @@ def test_a_folder_that_cannot_be_read_is_to_be_made_readable(write_jsonl, tmp_pa
 def test_files_named_by_split_are_kept_apart(write_jsonl, tmp_path: Path):
     """A folder with train, validation and test files must not train on what it is judged by."""
     held_out = ["Dev-0.jsonl", "val.jsonl", "valid.jsonl", "validation.jsonl"]
-    trained_on = ["interval.jsonl", "testimony.jsonl", "train-1.jsonl", "train-2.jsonl"]
-    for name in (*held_out, *trained_on, "test.jsonl"):
+    trained_on = ["evals.jsonl", "interval.jsonl", "testimony.jsonl", "train-1.jsonl", "training.jsonl"]
+    for name in (*held_out, *trained_on, "eval.jsonl", "test.jsonl"):
         write_jsonl([name], f"wiki/{name}")
     corpus = files_corpus(str(tmp_path / "wiki"))
     assert [d.text for d in corpus.train.read()] == trained_on
     assert [d.text for d in corpus.val.read()] == held_out
-    assert corpus.rule == f"held out by name: {', '.join(held_out)}; left alone: test.jsonl"
+    assert corpus.rule == f"held out by name: {', '.join(held_out)}; left alone: eval.jsonl, test.jsonl"
 
 
 @pytest.mark.parametrize(
