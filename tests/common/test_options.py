@@ -28,7 +28,7 @@ from lingpt.common.options import Option, check_options, declared
         (dict[str, int], {}, {"{a: 1.0}": {"a": 1}}, ("{a: x}", "{a", "a", ["a"])),
         (dict, {}, {"{a: x}": {"a": "x"}}, ("x",)),
     ],
-    ids=str,
+    ids=lambda part: str(part)[:40],  # one of the values has 9999 characters
 )
 def test_a_value_is_read_in_its_options_type(kind: Any, limits: dict, values: dict, wrong: tuple):
     option = declared("x", Annotated[kind, Option("help", **limits)], None)
